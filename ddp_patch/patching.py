@@ -41,14 +41,7 @@ from ddp_patch.sharding.sampler import EpochSampler, describe_share
 from ddp_patch.walks import Nest
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
 
-__all__ = [
-    "PatchOptions",
-    "log_patched",
-    "patch_dataloader_to_ddp",
-    "patch_each",
-    "shard",
-    "watched",
-]
+__all__ = ["PatchOptions", "patch_dataloader_to_ddp", "patch_each"]
 
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
@@ -219,7 +212,7 @@ def patch_dataloader_to_ddp(
     patched = patch_each("patch_dataloader_to_ddp", loaders, world, lambda: Options(**chosen), nest.described or ONE)
     if world is None:
         return loader
-    log_patched(loaders, patched)
+    _log_patched(loaders, patched)
     return nest.with_replaced(patched)
 
 
@@ -266,7 +259,7 @@ def patch_each(
         mine = replace(mine, place=f"patched at {line}" + (f" ({place})" if place else ""))
         with error_context(place):
             is_shared = facts.sharded_by is not None
-            patched.append((watched if is_shared else shard)(facts, mine, place_share))
+            patched.append((_watched if is_shared else _shard)(facts, mine, place_share))
     return patched
 
 
@@ -280,7 +273,7 @@ def _print_log_if_asked() -> None:
             logger.addHandler(handler)
 
 
-def log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:
+def _log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:
     """Log what this rank gets of each patched loader."""
     if logger.isEnabledFor(logging.INFO):
         for (place, before), loader in zip(given.items(), patched, strict=True):
@@ -314,7 +307,7 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
     return Subject(compared, facts.stream, facts.made_for, place)
 
 
-def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:
+def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
     """Return a loader with its sampler or dataset sharded and its workers seeded by rank.
 
     Args:
@@ -381,7 +374,7 @@ def _gathered_for_metrics(loaders: Sequence[DataLoader[Any]], outputs: Any, usua
     return gather_step(outputs, iterated[0])
 
 
-def watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:
+def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
     """Return a copy of a loader that is sharded already, whose passes are compared with the other ranks'.
 
     Where there are none, or its iterators are not torch's, it is the loader itself. Other attributes than the method
@@ -390,7 +383,7 @@ def watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = cop
     Args:
         facts: The loader.
         agreed: What the ranks agreed on.
-        place: As in ``shard``.
+        place: As in ``_shard``.
     """
     loader, kind, by = facts.loader, type(facts.loader), facts.sharded_by
     is_compared = isinstance(by, EpochSampler) or METHODS in vars(loader)

@@ -41,7 +41,6 @@ __all__ = [
     "full_name",
     "gather_in_accelerate",
     "held_loaders",
-    "is_any_of",
     "is_hugging_face_table",
     "is_of_energon",
     "is_single_node_only",
@@ -66,7 +65,7 @@ def full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def is_any_of(kind: type, names: Collection[str]) -> bool:
+def _is_any_of(kind: type, names: Collection[str]) -> bool:
     """Return whether a class, or a base of it, has one of these full names."""
     return any(full_name(base) in names for base in kind.__mro__)
 
@@ -99,7 +98,7 @@ def is_split_by_node(dataset: object) -> bool:
 
 def is_hugging_face_table(dataset: object) -> bool:
     """Return whether it is a map-style ``datasets.Dataset``, which is not imported."""
-    return is_any_of(type(dataset), {"datasets.arrow_dataset.Dataset"}) and not isinstance(dataset, IterableDataset)
+    return _is_any_of(type(dataset), {"datasets.arrow_dataset.Dataset"}) and not isinstance(dataset, IterableDataset)
 
 
 _TABLES: Final = {"pandas", "polars", "pyarrow"}
@@ -132,7 +131,7 @@ def loses_items_when_loaded(dataset: object) -> bool:
     def is_stage(part: object) -> bool:
         return isinstance(part, IterableDataset) or _is_hugging_face_stage(part)
 
-    return any(is_any_of(type(stage), {_BUFFERS}) for stage in walk(dataset, lambda stage: held(stage, is_stage)))
+    return any(_is_any_of(type(stage), {_BUFFERS}) for stage in walk(dataset, lambda stage: held(stage, is_stage)))
 
 
 def forget_loaded_state(dataset: object) -> None:
@@ -206,7 +205,7 @@ def gather_in_accelerate(gathered: Callable[[Sequence[Any], Any, Callable[[], An
 
 def shards_in_accelerate(kind: type) -> bool:
     """Return whether a class of samplers, datasets or loaders is one that accelerate shards with."""
-    return is_any_of(kind, _ACCELERATE_SHARDS)
+    return _is_any_of(kind, _ACCELERATE_SHARDS)
 
 
 # ---- Lightning, seen in 2.6.6; how it resumes, also in 2.5.6 ----
@@ -304,7 +303,7 @@ def asks_for_its_own_dataset(loader_kind: type) -> bool:
 
     Its ``__iter__`` takes any other dataset for one that mixes several, and asks it for methods that those have.
     """
-    return is_any_of(loader_kind, {"litdata.streaming.dataloader.StreamingDataLoader"})
+    return _is_any_of(loader_kind, {"litdata.streaming.dataloader.StreamingDataLoader"})
 
 
 # ---- Hugging Face transformers, seen in 5.23.0 ----
@@ -347,7 +346,7 @@ _ARRANGE_NEIGHBOURS: Final = {
 
 def arranges_neighbours(sampler: object) -> bool:
     """Return whether a sampler of single indices makes those of a batch as a group, so that batches must stay whole."""
-    return is_any_of(type(sampler), _ARRANGE_NEIGHBOURS)
+    return _is_any_of(type(sampler), _ARRANGE_NEIGHBOURS)
 
 
 # Attributes that hold a rank and the number of ranks, also with an underscore before each. No package promises them.

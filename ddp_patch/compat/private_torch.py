@@ -47,12 +47,10 @@ __all__ = [
     "is_torch_batch_sampler",
     "is_torchdatas",
     "items_changed",
-    "lacking",
     "length_not_noted",
     "noted_worker_info",
     "operation_number",
     "operations_so_far",
-    "private",
     "rank_noted",
     "replace_worker_seed",
     "root_mesh",
@@ -60,7 +58,7 @@ __all__ = [
 ]
 
 
-def private(name: str, needed_for: str, instead: str = "") -> Any:
+def _private(name: str, needed_for: str, instead: str = "") -> Any:
     """Return a private name of torch, looked up when it is needed.
 
     Args:
@@ -74,10 +72,10 @@ def private(name: str, needed_for: str, instead: str = "") -> Any:
     try:
         return resolve_name(name)
     except (ImportError, AttributeError) as error:
-        raise lacking(name, needed_for, instead) from error
+        raise _lacking(name, needed_for, instead) from error
 
 
-def lacking(name: str, needed_for: str, instead: str = "") -> TorchVersionError:
+def _lacking(name: str, needed_for: str, instead: str = "") -> TorchVersionError:
     """Return the error that torch lacks something.
 
     Args:
@@ -95,9 +93,9 @@ if TYPE_CHECKING:
     from torch.utils.data._utils.worker import WorkerInfo
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 else:
-    _BaseDataLoaderIter = private("torch.utils.data.dataloader._BaseDataLoaderIter", "Counting a loader's batches")
+    _BaseDataLoaderIter = _private("torch.utils.data.dataloader._BaseDataLoaderIter", "Counting a loader's batches")
     # The class of what ``get_worker_info()`` returns, which has no public name.
-    WorkerInfo = private("torch.utils.data._utils.worker.WorkerInfo", "Sharing an iterable dataset")
+    WorkerInfo = _private("torch.utils.data._utils.worker.WorkerInfo", "Sharing an iterable dataset")
 
 
 def default_store() -> "Store":
@@ -110,7 +108,7 @@ def default_store() -> "Store":
         TorchVersionError: This torch does not provide it.
     """
     name = "torch.distributed.distributed_c10d._get_default_store"
-    store: Store = private(name, "The ranks' agreement", "Or give the world by rank= and num_replicas=.")()
+    store: Store = _private(name, "The ranks' agreement", "Or give the world by rank= and num_replicas=.")()
     return store
 
 
@@ -120,7 +118,7 @@ def backward_in_progress() -> Callable[[], bool]:
     Raises:
         TorchVersionError: This torch does not tell.
     """
-    number: Callable[[], int] = private("torch._C._current_graph_task_id", "Averaging gradients where backward() ends")
+    number: Callable[[], int] = _private("torch._C._current_graph_task_id", "Averaging gradients where backward() ends")
     return lambda: number() != -1
 
 
@@ -169,7 +167,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
         root = mesh
     else:
         name = "torch.distributed.device_mesh.DeviceMesh._get_root_mesh"
-        raise lacking(name, "A part of a device_mesh", "Or pass the mesh of all ranks that it was cut from.")
+        raise _lacking(name, "A part of a device_mesh", "Or pass the mesh of all ranks that it was cut from.")
     return root
 
 
@@ -183,7 +181,7 @@ def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
     Raises:
         TorchVersionError: This torch was built without gloo.
     """
-    group = private("torch.distributed.ProcessGroupGloo", "What ranks send each other of batches and outputs")
+    group = _private("torch.distributed.ProcessGroupGloo", "What ranks send each other of batches and outputs")
     try:
         options, names = group._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
         options._devices = [
@@ -205,7 +203,7 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
         TorchVersionError: This torch takes no such options.
     """
     needed_for = "What ranks tell each other with share='by_worker' or weight_of"
-    options = private("torch._C._distributed_c10d.AllgatherOptions", needed_for)()
+    options = _private("torch._C._distributed_c10d.AllgatherOptions", needed_for)()
     options.timeout, options.asyncOp = timeout, True
     return group.allgather([list(rows)], [row], options)
 
@@ -249,8 +247,8 @@ RUNNING_ITERATOR: Final = "_iterator"
 MAKE_ITERATOR: Final = "_get_iterator"
 
 # Both are called by torch. A torch that called others would make us miscount, so they are looked for at once.
-private(f"torch.utils.data.dataloader.DataLoader.{MAKE_ITERATOR}", "Counting a loader's batches")
-private("torch.utils.data.dataloader._BaseDataLoaderIter._reset", "Counting a loader's batches")
+_private(f"torch.utils.data.dataloader.DataLoader.{MAKE_ITERATOR}", "Counting a loader's batches")
+_private("torch.utils.data.dataloader._BaseDataLoaderIter._reset", "Counting a loader's batches")
 
 
 def has_own_iterators(loader_kind: type) -> bool:
@@ -261,7 +259,7 @@ def has_own_iterators(loader_kind: type) -> bool:
 # What torch reads a map-style dataset's batch in, and what raises again what was raised in a worker. An iterable
 # dataset's end passes through neither.
 _OF_BATCHES: Final = tuple(
-    private(f"torch.{name}", "Telling a loader's end from a dataset's StopIteration").__code__
+    _private(f"torch.{name}", "Telling a loader's end from a dataset's StopIteration").__code__
     for name in ("utils.data._utils.fetch._MapDatasetFetcher.fetch", "_utils.ExceptionWrapper.reraise")
 )
 
@@ -361,7 +359,7 @@ def forget_iterator(loader: DataLoader[Any]) -> None:
     """
     if not hasattr(loader, RUNNING_ITERATOR):
         name = f"torch.utils.data.dataloader.DataLoader.{RUNNING_ITERATOR}"
-        raise lacking(name, "Starting new workers", "Or use persistent_workers=False.")
+        raise _lacking(name, "Starting new workers", "Or use persistent_workers=False.")
     setattr(loader, RUNNING_ITERATOR, None)
 
 
@@ -395,7 +393,7 @@ DRAWS_FROM_SAMPLERS: Final = frozenset(
 )
 
 # Holds the one variable that ``get_worker_info()`` reads in a process.
-_WORKER: Final[Any] = private("torch.utils.data._utils.worker", "Sharing an iterable dataset")
+_WORKER: Final[Any] = _private("torch.utils.data._utils.worker", "Sharing an iterable dataset")
 
 
 def has_thread_workers(loader: object) -> bool:
@@ -450,7 +448,7 @@ class worker_info_told:  # noqa: N801 - it is called as a function is, and a cla
         _WORKER._worker_info = self._info
         if get_worker_info() is not self._info:
             _WORKER._worker_info = self._before
-            raise lacking("torch.utils.data._utils.worker._worker_info", "Setting get_worker_info()")
+            raise _lacking("torch.utils.data._utils.worker._worker_info", "Setting get_worker_info()")
 
     def __exit__(self, *exc: object) -> None:
         _WORKER._worker_info = self._before
@@ -466,7 +464,7 @@ def replace_worker_seed(seed: int) -> None:
         object.__setattr__(get_worker_info(), "seed", seed)
     except (AttributeError, TypeError) as error:
         name = "a worker info whose seed can be replaced"
-        raise lacking(name, "Seeding workers by rank", "Or use num_workers=0.") from error
+        raise _lacking(name, "Seeding workers by rank", "Or use num_workers=0.") from error
 
 
 class _Items:
@@ -493,7 +491,7 @@ def items_changed(item_of: Callable[[Any, Any], Any], change: Callable[[Any], An
         change: Returns what is put in the place of an item.
     """
     of_map, of_stream = (
-        private(f"torch.utils.data._utils.fetch.{name}", "Checking a script")
+        _private(f"torch.utils.data._utils.fetch.{name}", "Checking a script")
         for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher")
     )
     fetch, make = of_map.fetch, of_stream.__init__

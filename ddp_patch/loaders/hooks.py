@@ -19,7 +19,6 @@ from ddp_patch.walks import walk
 
 __all__ = [
     "OURS",
-    "Made",
     "Use",
     "about_to_use",
     "called_before",
