@@ -8,14 +8,7 @@ from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.validation import as_index, seconds
 
-__all__ = [
-    "Layout",
-    "Options",
-    "Order",
-    "Share",
-    "Uneven",
-    "check_choice",
-]
+__all__ = ["Layout", "Options", "Order", "Share", "Uneven", "check_choice"]
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]

@@ -22,13 +22,7 @@ from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import METHODS, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, data_of, held_for_workers, look_at
 from ddp_patch.loaders.hooks import script_line
-from ddp_patch.loaders.recognition import (
-    error_context,
-    require_loader,
-    samplers_within,
-    streams_in,
-    tell_if_assumed,
-)
+from ddp_patch.loaders.recognition import error_context, require_loader, samplers_within, streams_in, tell_if_assumed
 from ddp_patch.loaders.samples import iterated_by, length_of
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding

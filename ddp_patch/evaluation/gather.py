@@ -14,16 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import DDPPatchError, UnsupportedLoaderError, message_of
-from ddp_patch.evaluation.outputs import (
-    GATHERING,
-    Leaf,
-    Reading,
-    joined,
-    judge_outputs,
-    mapped,
-    read,
-    row_bytes,
-)
+from ddp_patch.evaluation.outputs import GATHERING, Leaf, Reading, joined, judge_outputs, mapped, read, row_bytes
 from ddp_patch.evaluation.shares import Array, Misfit, RankShare, places_of, share_of_pass, share_of_step
 from ddp_patch.evaluation.steps import shared_facts
 from ddp_patch.loaders.recognition import sharded_by
