@@ -245,7 +245,7 @@ def patch_each(
                 require_shareable(facts, options, world)
                 subjects.append(_subject(place, facts, options, world))
     for facts in looked.values():
-        tell_if_assumed(facts.sharded_by, stacklevel=4)
+        tell_if_assumed(facts.sharded_by)
     agreed = agree(world, options, subjects, nest)
     line = script_line(sys._getframe(1))
     patched = []

@@ -58,7 +58,12 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         >>> len(resumed), [batch.tolist() for batch in resumed]
         (4, [[4, 5], [6, 7], [8, 9], [10, 11]])
     """
-    done = None if batches_done is None else _checked(batches_done)
+    done = None if batches_done is None else as_index(batches_done)
+    if batches_done is not None and (done is None or done < 0):
+        raise InvalidOptionError(
+            f"batches_done={batches_done!r} is not a whole number of at least 0. Pass how many batches the training "
+            "loop has finished since the pass began."
+        )
     facts = _resumable(loader)
     return state_after(passes_of(facts), batches_delivered(facts) if done is None else done, facts.batching)
 
@@ -103,16 +108,6 @@ def _resumable(loader: DataLoader[Any]) -> LoaderFacts[Any]:
     if isinstance(dataset, ShardedIterable) and loader.persistent_workers:
         dataset.require_no_generator()
     return facts
-
-
-def _checked(batches_done: SupportsIndex) -> int:
-    done = as_index(batches_done)
-    if done is None or done < 0:
-        raise InvalidOptionError(
-            f"batches_done={batches_done!r} is not a whole number of at least 0. Pass how many batches the training "
-            "loop has finished since the pass began."
-        )
-    return done
 
 
 def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:

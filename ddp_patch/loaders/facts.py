@@ -237,6 +237,9 @@ def look_at(loader: L) -> LoaderFacts[L]:
     running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader))
     harmless = () if iterates_itself and repeater is None else running
     begun = (name for name, parts in kept.items() if any(isinstance(part, _RUNNING) for part in parts))
+    # Another loader, from which an iteration of the class's own may draw: as Ray's does.
+    named = ((name, part) for name, value in attributes.items() for part in first_parts(value))
+    others = (name for name, part in named if part is not loader and isinstance(part, DataLoader))
     batching: Any = iterated if unit is ShardedUnit.SAMPLE else loader
     num_workers = getattr(loader, "num_workers", 0)
     return LoaderFacts(
@@ -250,7 +253,7 @@ def look_at(loader: L) -> LoaderFacts[L]:
         batches_ahead=num_workers * (getattr(loader, "prefetch_factor", None) or 0),
         repeater=repeater,
         running=running,
-        other_loader_in=_other_loader(loader) if iterates_itself else None,
+        other_loader_in=next(others, None) if iterates_itself else None,
         iterator_in=next((name for name in begun if name not in harmless), None),
     )
 
@@ -269,15 +272,6 @@ def _sharded_part(loader: DataLoader[Any], iterated: Any) -> tuple[ShardedUnit, 
 def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
     """Return what a loader iterates for one epoch."""
     return next(samplers_in_use(loader), None) if repeater is None else repeated_in(repeater)
-
-
-def _other_loader(loader: DataLoader[Any]) -> str | None:
-    """Return the attribute with another loader, from which an iteration of the class's own may draw: as Ray's does."""
-    attributes: dict[str, Any] = getattr(loader, "__dict__", {})
-    for name, value in attributes.items():
-        if any(part is not loader and isinstance(part, DataLoader) for part in first_parts(value)):
-            return name
-    return None
 
 
 def claim_of(facts: LoaderFacts[Any]) -> Claim:

@@ -181,14 +181,13 @@ def may_ask_rank(dataset: object) -> bool:
     return False in said or any(type(part).__module__.startswith("webdataset.") for part in nested_datasets(dataset))
 
 
-def tell_if_assumed(holder: object, *, stacklevel: int = 3) -> None:
+def tell_if_assumed(holder: object) -> None:
     """Report that it counts as sharded only because it stores a rank and a number of ranks.
 
     For a map-style dataset it is a warning: its sampler chooses what is read, so it may store them for another reason.
 
     Args:
         holder: What counts as sharded.
-        stacklevel: Where the warning points.
     """
     if _says(holder) is not None or (world := world_of(holder)) is None:
         return
@@ -198,7 +197,7 @@ def tell_if_assumed(holder: object, *, stacklevel: int = 3) -> None:
         "if it shards."
     )
     if isinstance(holder, Dataset) and not isinstance(holder, IterableDataset):
-        warnings.warn(text, AssumedShardedWarning, stacklevel=stacklevel)
+        warnings.warn(text, AssumedShardedWarning, stacklevel=4)  # the line that patches
     else:
         logger.info(text)
 

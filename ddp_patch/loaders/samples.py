@@ -130,7 +130,7 @@ def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
         yield copied
 
 
-def is_one_shot(sampler: object, dataset: object = None) -> bool:
+def is_one_shot(sampler: object, dataset: object) -> bool:
     """Return whether a sampler is an iterator that gives its items once, as a generator does.
 
     An iterator's own ``__iter__`` may start again, as lhotse's samplers do. A copy shows it: begun twice, it gives the
