@@ -43,27 +43,63 @@ _numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
-class Leader:
-    """Draws an epoch for all members, and sends it piece by piece; each piece is one exchange.
-
-    In an exchange, every rank says which pass it is in, and is answered with the next piece. So each piece reveals a
-    rank that is missing or in another pass, and no pass can take a piece that another left unread.
+class Agreed:
+    """What all ranks agreed on.
 
     Attributes:
-        members: The global ranks; the first draws.
-        timeout: How many seconds they wait for each other.
+        world: The ranks that share.
+        options: What the user chose, with ``order="auto"`` resolved.
+        seed: The seed of every epoch's order; the same on every rank.
+        number: The number of this agreement, counted on the first rank. It identifies the loader.
+        mailbox: Where ranks compare their passes over the loader; None if there are no others.
+        place: Where the loader was patched, for errors.
     """
 
-    members: Sequence[int]
-    timeout: float
+    world: World
+    options: Options
+    seed: Seed
+    number: int = 0
+    mailbox: Mailbox | None = None
+    place: str = ""
 
     @property
-    def is_leader(self) -> bool:
-        """Whether this rank draws for all."""
-        return dist.get_rank() == self.members[0]
+    def plan(self) -> Plan:
+        """The plan that gives this rank its share of the stream."""
+        return Plan.of_stream(self.options, self.world.rank, self.world.num_replicas)
 
-    def sent(self, facts: Callable[[], Mapping[str, object]], pieces: Iterator[T]) -> Iterator[T]:
+    @property
+    def batch_plan(self) -> Plan | None:
+        """The plan that gives this rank its part of each batch, where batches are divided."""
+        return Plan.of_batch(self.options, self.world.rank, self.world.num_replicas)
+
+    @property
+    def has_leader(self) -> bool:
+        """Whether the first of the ranks draws for all; see ``sent_by_leader``."""
+        return self.options.order == "leader"
+
+    @property
+    def members(self) -> list[int]:
+        """The global ranks that agreed; none in an explicit world."""
+        return list(self.world.share_of_rank or ())
+
+    def compare(self, doing: str, facts: Mapping[str, object]) -> None:
+        """Compare facts between the ranks; raise RankMismatchError on every rank if they differ.
+
+        It does nothing in an explicit world.
+
+        Args:
+            doing: What the ranks are doing, for the error.
+            facts: What must be the same on every rank, by name.
+        """
+        if self.members:
+            record = {"patched as": f"number {self.number}", **facts}
+            exchange(self.members, doing, record, partial(require_same, doing), self.options.timeout)
+
+    def sent_by_leader(self, facts: Callable[[], Mapping[str, object]], pieces: Iterator[T]) -> Iterator[T]:
         """Yield, on every rank, the pieces that the leader draws; nothing is taken of other ranks'.
+
+        Each piece is one exchange, in which every rank says which pass it is in, and is answered with the piece. So
+        each reveals a rank that is missing or in another pass, and no pass can take a piece that another left unread.
 
         Args:
             facts: Tells which pass this is.
@@ -78,70 +114,24 @@ class Leader:
         while True:
             failure: BaseException | None = None
             try:
-                piece = exchange(self.members, _SENDING, facts(), partial(self._next, pieces), self.timeout)
+                piece = exchange(self.members, _SENDING, facts(), partial(_next_piece, pieces), self.options.timeout)
             except LeaderError as error:
                 failure = error.__cause__ or error
             if failure is not None:
                 raise failure
             yield unpacked(b64decode(piece))  # the keys of users' datasets are any objects
 
-    def _next(self, pieces: Iterator[Any], of_ranks: Mapping[int, Mapping[str, object]]) -> str:
-        """Draw the next piece once every rank asks for it."""
-        require_same(_SENDING, of_ranks)
-        try:
-            return b64encode(packed(next(pieces))).decode()
-        except Exception as error:
-            raise LeaderError(
-                f"Rank {self.members[0]} draws for all ranks, and its sampler raised {error!r}, so no rank can "
-                "continue. See the error of that rank."
-            ) from error
 
-
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """What all ranks agreed on.
-
-    Attributes:
-        world: The ranks that share.
-        options: What the user chose, with ``order="auto"`` resolved.
-        seed: The seed of every epoch's order; the same on every rank.
-        number: The number of this agreement, counted on the first rank. It identifies the loader.
-        mailbox: Where ranks compare their passes over the loader; None if there are no others.
-        leader: Sends every rank the order, if rank 0 draws for all.
-        place: Where the loader was patched, for errors.
-    """
-
-    world: World
-    options: Options
-    seed: Seed
-    number: int = 0
-    mailbox: Mailbox | None = None
-    leader: Leader | None = None
-    place: str = ""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that gives this rank its share of the stream."""
-        return Plan.of_stream(self.options, self.world.rank, self.world.num_replicas)
-
-    @property
-    def batch_plan(self) -> Plan | None:
-        """The plan that gives this rank its part of each batch, where batches are divided."""
-        return Plan.of_batch(self.options, self.world.rank, self.world.num_replicas)
-
-    def compare(self, doing: str, facts: Mapping[str, object]) -> None:
-        """Compare facts between the ranks; raise RankMismatchError on every rank if they differ.
-
-        It does nothing in an explicit world.
-
-        Args:
-            doing: What the ranks are doing, for the error.
-            facts: What must be the same on every rank, by name.
-        """
-        if self.world.share_of_rank is None:
-            return
-        record = {"patched as": f"number {self.number}", **facts}
-        exchange(list(self.world.share_of_rank), doing, record, partial(require_same, doing), self.options.timeout)
+def _next_piece(pieces: Iterator[Any], of_ranks: Mapping[int, Mapping[str, object]]) -> str:
+    """Draw the next piece, on the leader, once every rank asks for it."""
+    require_same(_SENDING, of_ranks)
+    try:
+        return b64encode(packed(next(pieces))).decode()
+    except Exception as error:
+        raise LeaderError(
+            f"Rank {dist.get_rank()} draws for all ranks, and its sampler raised {error!r}, so no rank can "
+            "continue. See the error of that rank."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +217,7 @@ def _agreed(world: World, options: Options, mailbox: Mailbox | None, decision: R
     if options.order == "auto":
         options = replace(options, order="seeded")
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
-    leader = Leader([*(world.share_of_rank or ())], options.timeout) if options.order == "leader" else None
-    return Agreed(world, options, seed, decision["number"], mailbox, leader)
+    return Agreed(world, options, seed, decision["number"], mailbox)
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:

@@ -135,7 +135,7 @@ class Passes(Generic[T]):
         self.require_no_failure()
         given = loader.generator
         # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
-        is_alone = given is None and self.agreed.leader is None
+        is_alone = given is None and not self.agreed.has_leader
         is_shared = self.sampler_states.holds(given)
         with (
             one_at_a_time() if is_alone else nullcontext(),

@@ -187,7 +187,7 @@ class SamplerPasses(Passes[T]):
         else:
             start = Position(number, states=self.snapshot())
         # Under a leader one rank draws for all, and nothing is compared but how each balances that.
-        may_differ = self.agreed.leader is None or self._balancer is not None
+        may_differ = not self.agreed.has_leader or self._balancer is not None
         digest = Digest() if self.monitor.is_on and may_differ else None
         source = self._chosen_source(start, digest)
         current = Pass(
@@ -250,14 +250,14 @@ class SamplerPasses(Passes[T]):
             "draws_ahead": not self._is_one_shot,
             "keeps_sizes": keeps_sizes,
         }
-        if (leader := self.agreed.leader) is None:
+        if not self.agreed.has_leader:
             known = start.states.streams[0].first if start.states.streams else None
             return Streamed(begin, random_context, rest, digest=digest, known=known, **how)
         # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
-        first = _LARGEST_PIECE if leader.is_leader and self.length_if_any(epoch) is not None else _FIRST_PIECE
+        first = _FIRST_PIECE if self.length_if_any(epoch) is None else _LARGEST_PIECE
         sizes = (plan.num_replicas,) * 2 if self._is_one_shot else (first, _LARGEST_PIECE)
         pieces = in_pieces(begin, random_context, (start.states, self.snapshot), *sizes)
-        sent = leader.sent(partial(self._pass_facts, epoch), pieces)
+        sent = self.agreed.sent_by_leader(partial(self._pass_facts, epoch), pieces)
         return FromLeader(sent, start.states, rest, digest=digest, **how)
 
     def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
@@ -287,7 +287,7 @@ class SamplerPasses(Passes[T]):
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
         is_arranged = self.shuffles or self._gives_runs
-        return self._has_order and not is_arranged and self.agreed.leader is None
+        return self._has_order and not (is_arranged or self.agreed.has_leader)
 
     def note_length(self, current: Pass[T], length: int) -> None:
         """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
