@@ -19,17 +19,17 @@ import torch
 
 from ddp_patch.compat.private_packages import SAMPLE_KEY
 from ddp_patch.orders.digest import END, Digest, mark_counts
-from ddp_patch.sharding.saved_state import RECOGNISED_BY, StreamStart
+from ddp_patch.sharding.saved_state import RECOGNISED_BY
 
-__all__ = ["BEGUN", "ENDED", "LARGEST", "PARTS", "STREAM", "ItemNames", "PassReports", "SharedWorkerState", "marked"]
+__all__ = ["BEGUN", "COUNTS", "ENDED", "LARGEST", "PARTS", "STREAM", "ItemNames", "SharedWorkerState", "marked"]
 
 T = TypeVar("T")
 
 # The latest passes are known: iterators may live side by side.
 _PASSES_KEPT = 32
 # A reader makes at most so many marks, at these counts: enough for 10**12 items.
-_COUNTS = list(islice(mark_counts(), 128))
-_PLACES = {count: place for place, count in enumerate(_COUNTS)}
+COUNTS = list(islice(mark_counts(), 128))
+_PLACES = {count: place for place, count in enumerate(COUNTS)}
 # So many names are hashed at once, which takes less time than one by one.
 _AT_ONCE = 64
 # So many items have one name before their numbers count: a stream may well begin with some of one class.
@@ -56,7 +56,7 @@ _REPORT = np.dtype(
         ("state_sizes", np.int64, (2,)),  # in bytes: of the dataset's own state when it began, and at the end
         ("has_names", np.int64),  # 1 if one of the items that the ranks compare had a name, 2 if names told them apart
         ("marks", np.int64),  # how many marks it has made of them
-        ("values", np.int64, (len(_COUNTS),)),  # these: the digests at the first counts
+        ("values", np.int64, (len(COUNTS),)),  # these: the digests at the first counts
         ("read", np.int64),  # how many items it has read in all
         ("end", np.int64),  # the digest of all
     ]
@@ -75,7 +75,7 @@ class SharedWorkerState:
         >>> shared = SharedWorkerState(readers=2)
         >>> shared.begin(1, epoch=0)
         >>> shared.report(1, worker=0)["length"] = 7
-        >>> PassReports(shared, 1).lengths, PassReports(shared, 2).lengths
+        >>> shared.lengths(1), shared.lengths(2)
         ([7, None], [None, None])
     """
 
@@ -93,7 +93,7 @@ class SharedWorkerState:
         (self._begun,) = memory[:begun].view(_PASSES)
         self._reports = memory[begun:reported].view(_REPORT).reshape(_PASSES_KEPT, self.readers)
         # The dataset's own states, pickled, of the latest pass.
-        self.states: np.ndarray[Any, np.dtype[np.uint8]] = memory[reported:].reshape(self.readers, 2, LARGEST)
+        self._states = memory[reported:].reshape(self.readers, 2, LARGEST)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"readers": self.readers, "_memory": self._memory}
@@ -117,16 +117,12 @@ class SharedWorkerState:
         epoch = int(self._begun["epochs"][number % _PASSES_KEPT])
         return None if epoch < 0 else epoch
 
-    def slot_of(self, number: int) -> Any:
-        """Return the reports that pass ``number`` shares with those of 32 passes before it, of all readers."""
-        return self._reports[number % _PASSES_KEPT]
-
     def report(self, number: int, worker: int) -> np.void:
         """Return what a reader reports of pass ``number``, to write into it: a blank one at first.
 
         A worker may begin it before the pass has begun.
         """
-        slot = self.slot_of(number)
+        slot = self._reports[number % _PASSES_KEPT]  # shared with those of 32 passes before it
         if slot[worker]["number"] != number:
             slot[worker : worker + 1].view(np.int64)[:] = -1
             slot[worker]["number"] = number
@@ -135,107 +131,30 @@ class SharedWorkerState:
 
     def keep_state(self, report: np.void, worker: int, when: int, state: bytes) -> None:
         """Write the dataset's own state, pickled, when the pass that a reader reports was BEGUN, or had ENDED."""
-        self.states[worker, when, : len(state)] = np.frombuffer(state, np.uint8)
+        self._states[worker, when, : len(state)] = np.frombuffer(state, np.uint8)
         report["state_sizes"][when] = len(state)
 
+    # ---- what the readers of a pass have reported of it so far, in the order of their turns ----
 
-class PassReports:
-    """What the readers of one pass over a stream have reported of it so far, in the order of their turns.
-
-    Readers of one stream have the same digest. Where each reads a part, that of all at a count is the hash of theirs.
-
-    Args:
-        shared: Where they report.
-        number: The pass.
-
-    Attributes:
-        number: As given.
-    """
-
-    def __init__(self, shared: SharedWorkerState, number: int) -> None:
-        self._shared = shared
-        self.number: int = number
-
-    def of(self, what: str) -> list[Any]:
-        """Return one of the reported values for each reader; -1 where it is not known."""
-        slot = self._shared.slot_of(self.number)
-        is_known = slot["number"] == self.number
+    def reported(self, number: int, what: str) -> list[Any]:
+        """Return one of the values that each reader reports of pass ``number``; -1 where it is not known."""
+        slot = self._reports[number % _PASSES_KEPT]
+        is_known = slot["number"] == number
         found: list[Any] = np.where(is_known.reshape(-1, *[1] * (slot[what].ndim - 1)), slot[what], -1).tolist()
         return found
 
-    @property
-    def ways(self) -> set[int]:
-        """How the readers read, as far as they know it: STREAM, PARTS or both."""
-        return {*self.of("way")} - {-1}
+    def ways(self, number: int) -> set[int]:
+        """Return how the readers read in a pass, as far as they know it: STREAM, PARTS or both."""
+        return {*self.reported(number, "way")} - {-1}
 
-    @property
-    def first_part(self) -> int:
-        """Whose part the first reader reads; each next one reads the next."""
-        parts = enumerate(self.of("part"))
-        return next(((part - worker) % self._shared.readers for worker, part in parts if part >= 0), 0)
+    def lengths(self, number: int) -> list[int | None]:
+        """Return how many items each reader found in a pass; None before it came to the end."""
+        return [length if length >= 0 else None for length in self.reported(number, "length")]
 
-    @property
-    def lengths(self) -> list[int | None]:
-        """How many items each reader found; None before it came to the end."""
-        return [length if length >= 0 else None for length in self.of("length")]
-
-    def states(self, when: int) -> list[Sequence[Any]]:
+    def states(self, number: int, when: int) -> list[Sequence[Any]]:
         """Return each dataset's own state in the latest pass, when it was BEGUN or had ENDED, as the only element."""
-        kept = [(self._shared.states[worker, when], sizes[when]) for worker, sizes in enumerate(self.of("state_sizes"))]
+        kept = [(self._states[at, when], sizes[when]) for at, sizes in enumerate(self.reported(number, "state_sizes"))]
         return [(pickle.loads(state[:size]),) if size >= 0 else () for state, size in kept]  # noqa: S301 - our reader's
-
-    def start(self, worker: int, read: int) -> StreamStart | None:
-        """Return what the first items of a reader's stream are, of so many that were read; None if nobody looked."""
-        if (seen := min(RECOGNISED_BY, read, self.of("seen")[worker])) < 1:
-            return None
-        value, whole = (None if part < 0 else part for part in self.of("starts")[worker][seen - 1])
-        return StreamStart(seen, value, whole)
-
-    def _digests(self) -> list[tuple[list[int], int | None]]:
-        """Return the marks of each reader, and the digest of all that it read, or None before its end."""
-        # The ends first, and how many marks there are before these: what they tell of was written before.
-        read, ends, made, values = map(self.of, ("read", "end", "marks", "values"))
-        return [
-            (of_reader[: max(0, count)], end if length >= 0 else None)
-            for of_reader, count, length, end in zip(values, made, read, ends, strict=True)
-        ]
-
-    @property
-    def marks(self) -> dict[int, int]:
-        """The digests of all readers by their counts; none before it is known whether there are parts.
-
-        Where a part ended before a count, its end counts: so it differs from that of a stream that goes on.
-        """
-        if len(ways := self.ways) != 1:
-            return {}
-        digests = [
-            marks if end is None else marks + [end] * (len(_COUNTS) + 1 - len(marks)) for marks, end in self._digests()
-        ]
-        values = max(digests, key=len) if ways == {STREAM} else map(hash, zip(*digests, strict=False))
-        return dict(zip((*_COUNTS, END), values, strict=False))
-
-    @property
-    def are_unnamed(self) -> bool:
-        """Whether none of the items that were read so far has a name: then no more than their number is compared."""
-        return bool(max(self.of("marks")) > 0 and max(self.of("has_names")) < 1)
-
-    @property
-    def are_alike(self) -> bool:
-        """Whether all items of the pass, which is over, have the same name."""
-        return bool(max(self.of("read")) > 1 and max(self.of("has_names")) == 1)
-
-    def workers_differ(self) -> tuple[int, int] | None:
-        """Return where workers that read one stream differ: the count, and which one has others than worker 0."""
-        if self.ways != {STREAM}:
-            return None
-        (first, first_end), *others = self._digests()
-        for worker, (marks, end) in enumerate(others, 1):
-            differ = (count for count, one, other in zip(_COUNTS, first, marks, strict=False) if one != other)
-            if (count := next(differ, None)) is not None:
-                return count, worker
-            if None not in {first_end, end} and first_end != end:
-                return int(self.of("read")[0]), worker
-        return None
 
 
 def marked(items: Iterator[T], report: np.void) -> Iterator[T]:

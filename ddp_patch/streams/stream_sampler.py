@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat.private_packages import SAMPLE_KEY
 from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.loaders.facts import LoaderFacts
+from ddp_patch.orders.digest import END
 from ddp_patch.positions_and_padding import Consumed, Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.epochs import Passes
@@ -25,14 +26,16 @@ from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_state import (
+    RECOGNISED_BY,
     NotedBatch,
     Position,
     States,
     StreamSnapshot,
+    StreamStart,
     split_consumed,
 )
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only, tell_epoch
-from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, PassReports
+from ddp_patch.streams.reports import BEGUN, COUNTS, ENDED, PARTS, STREAM
 from ddp_patch.validation import counted
 
 if TYPE_CHECKING:
@@ -263,7 +266,7 @@ class StreamPasses(Passes[None]):
         worker, latest = self.worker, self.worker.shared.latest_pass
         before: list[Sequence[Any]] = []
         if self._are_kept and latest >= 0:  # these go on from where they ended
-            before = PassReports(worker.shared, latest).states(ENDED)
+            before = worker.shared.states(latest, ENDED)
         elif (self._are_kept or not self._workers) and (written := worker.unread()) is not None:
             before = [(pickle.loads(written),)]  # noqa: S301 - written here
         streams = [StreamSnapshot(initial_state=state) for state in before]
@@ -280,7 +283,6 @@ class StreamSource(ItemSource[None]):
 
     Attributes:
         rounds: What the pass has given, if ranks send each other batches.
-        reports: What workers have reported.
     """
 
     is_endless: bool = True
@@ -290,11 +292,10 @@ class StreamSource(ItemSource[None]):
 
     def __init__(self, start: Position, passes: "StreamPasses", number: int) -> None:
         worker = passes.worker
-        self.reports: PassReports = PassReports(worker.shared, number)
         self.is_open_ended = not worker.splits_itself
         self.has_own_length = worker.splits_itself and worker.plan.uneven == "keep"
         self._start, self._worker, self._plan, self._readers = start, worker, worker.plan, worker.shared.readers
-        self._passes, self._began_s = passes, perf_counter()
+        self._passes, self._number, self._began_s = passes, number, perf_counter()
         # The latest notes, by reader.
         self._notes: dict[int, deque[NotedBatch]] = defaultdict(partial(deque, maxlen=passes.ahead + 2))
 
@@ -312,9 +313,13 @@ class StreamSource(ItemSource[None]):
         """Keep what the worker noted whose batch the loop is given."""
         self._notes[note.worker_index].append(note)
 
+    def _reported(self, what: str) -> list[Any]:
+        """Return one of the values that each worker reports of the pass; -1 where it is not known."""
+        return self._worker.shared.reported(self._number, what)
+
     def note_first_batch(self) -> None:
-        """Say that the ranks cannot compare the items that were read, if none of them has a name."""
-        if self.reports.are_unnamed:
+        """Say that the ranks compare no more than the number of the items, if none that was read has a name."""
+        if max(self._reported("marks")) > 0 and max(self._reported("has_names")) < 1:
             self._tell_of_names("its items have no string and no whole number that names them")
 
     def _tell_of_names(self, why: str) -> None:
@@ -335,11 +340,11 @@ class StreamSource(ItemSource[None]):
 
     def note_loop_end(self) -> None:
         """Say that all items have one name, if so; and if reading took most of a pass, what would read less."""
-        if self.reports.are_alike:
+        if max(self._reported("read")) > 1 and max(self._reported("has_names")) == 1:
             self._tell_of_names("all of its items have the same strings and whole numbers")
-        self._worker.forget(self.reports.number)  # persistent workers keep the sampler's iterator, which has no end
-        ranks, lengths = self._plan.num_replicas, self.reports.lengths
-        spent_s, took_s = max(self.reports.of("spent_ms")) / 1000, perf_counter() - self._began_s
+        self._worker.forget(self._number)  # persistent workers keep the sampler's iterator, which has no end
+        ranks, lengths = self._plan.num_replicas, self._worker.shared.lengths(self._number)
+        spent_s, took_s = max(self._reported("spent_ms")) / 1000, perf_counter() - self._began_s
         is_whole = self._start.is_at_epoch_start and None not in lengths
         # by_worker divides no batches.
         reads_too_much = is_whole and ranks > 1 and self.is_in_parts and self._worker.batch_plan is None
@@ -351,13 +356,45 @@ class StreamSource(ItemSource[None]):
                 "then restored on as many ranks and workers only, and every pass needs all ranks."
             )
 
+    def _digests(self) -> list[tuple[list[int], int | None]]:
+        """Return the marks of each worker, and the digest of all that it read, or None before its end."""
+        # The ends first, and how many marks there are before these: what they tell of was written before.
+        read, ends, made, values = map(self._reported, ("read", "end", "marks", "values"))
+        return [
+            (of_reader[: max(0, count)], end if length >= 0 else None)
+            for of_reader, count, length, end in zip(values, made, read, ends, strict=True)
+        ]
+
     def marks(self) -> dict[int, int]:
-        """Return the digests of what was read."""
-        return self.reports.marks
+        """Return the digests of all workers by their counts; none before it is known whether they read parts.
+
+        Where they do, that of all at a count is the hash of theirs. Where a part ended before a count, its end counts:
+        so it differs from that of a stream that goes on. Of one stream, all have the same digest.
+        """
+        if len(ways := self._worker.shared.ways(self._number)) != 1:
+            return {}
+        digests = [
+            marks if end is None else marks + [end] * (len(COUNTS) + 1 - len(marks)) for marks, end in self._digests()
+        ]
+        values = max(digests, key=len) if ways == {STREAM} else map(hash, zip(*digests, strict=False))
+        return dict(zip((*COUNTS, END), values, strict=False))
+
+    def workers_differ(self) -> tuple[int, int] | None:
+        """Return where workers that read one stream differ: the count, and which one has others than worker 0."""
+        if self._worker.shared.ways(self._number) != {STREAM}:
+            return None
+        (first, first_end), *others = self._digests()
+        for worker, (marks, end) in enumerate(others, 1):
+            differ = (count for count, one, other in zip(COUNTS, first, marks, strict=False) if one != other)
+            if (count := next(differ, None)) is not None:
+                return count, worker
+            if None not in {first_end, end} and first_end != end:
+                return int(self._reported("read")[0]), worker
+        return None
 
     def require_one_order(self) -> None:
         """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
-        if (found := self.reports.workers_differ()) is not None:
+        if (found := self.workers_differ()) is not None:
             raise RankMismatchError(
                 f"{self._worker.name} is read in other orders by worker 0 and worker {found[1]} of one rank: they "
                 f"differ within the first {counted(found[0], 'item')}. {self._passes.monitor.why_orders_differ()}"
@@ -366,11 +403,12 @@ class StreamSource(ItemSource[None]):
     @property
     def is_in_parts(self) -> bool:  # type: ignore[override]  # what workers find
         """Whether several workers read a part each; False while that is unknown."""
-        return not self._worker.splits_itself and self._readers > 1 and self.reports.ways == {PARTS}
+        worker = self._worker
+        return not worker.splits_itself and self._readers > 1 and worker.shared.ways(self._number) == {PARTS}
 
     def lengths_found(self) -> Sequence[int | None]:
         """Return how many items the stream had, or each worker's part of it; None if nobody came to the end."""
-        lengths = self.reports.lengths
+        lengths = self._worker.shared.lengths(self._number)
         return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
 
     def parts(self, skip: int) -> Sequence[Part]:
@@ -383,8 +421,9 @@ class StreamSource(ItemSource[None]):
 
     @property
     def _turns(self) -> Sequence[int]:
-        """Whose part each worker reads."""
-        first = self.reports.first_part
+        """Whose part each worker reads: after the first one's, each reads the next."""
+        parts = enumerate(self._reported("part"))
+        first = next(((part - worker) % self._readers for worker, part in parts if part >= 0), 0)
         return [(first + worker) % self._readers for worker in range(self._readers)]
 
     def most_when_found(self, schedule: Callable[[], Schedule], batches: int, *, may_end: bool) -> int | None:
@@ -403,7 +442,7 @@ class StreamSource(ItemSource[None]):
 
     def batches_made(self) -> Sequence[int]:
         """Return how many batches each worker of a dataset that splits itself made; -1 for those that may make more."""
-        return self.reports.of("batches")
+        return self._reported("batches")
 
     # ---- positions ----
 
@@ -449,10 +488,17 @@ class StreamSource(ItemSource[None]):
         """Return what is known of a worker's stream after some batches of it; ``previous``, when the pass began."""
         if not batches:
             return previous
-        first = self.reports.start(worker, sum(ranks * each for ranks, each in consumed)) or previous.first
+        first = self._start_seen(worker, sum(ranks * each for ranks, each in consumed)) or previous.first
         states = [note.state for note in self._notes[worker] if note.batches == batches]
-        initial_state = self.reports.states(BEGUN)[worker] or previous.initial_state
+        initial_state = self._worker.shared.states(self._number, BEGUN)[worker] or previous.initial_state
         return StreamSnapshot(first, tuple(map(pickle.loads, states)), initial_state)
+
+    def _start_seen(self, worker: int, read: int) -> StreamStart | None:
+        """Return what the first items of a worker's stream are, of so many that were read; None if nobody looked."""
+        if (seen := min(RECOGNISED_BY, read, self._reported("seen")[worker])) < 1:
+            return None
+        value, whole = (None if part < 0 else part for part in self._reported("starts")[worker][seen - 1])
+        return StreamStart(seen, value, whole)
 
     def _position_of_all(self, position: Position, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""

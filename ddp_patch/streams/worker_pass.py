@@ -27,7 +27,7 @@ from ddp_patch.sharding.saved_state import (
     split_consumed,
 )
 from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, is_again, tell_epoch, this_worker
-from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, ItemNames, PassReports, marked
+from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, ItemNames, marked
 from ddp_patch.validation import counted
 
 __all__ = ["WorkerPass"]
@@ -49,7 +49,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     def __init__(self, worker: StreamWorker[T]) -> None:
         self._worker = worker
-        number, self._epoch = worker.begin()
+        self._number, self._epoch = number, _ = worker.begin()
         self._worker_index, self._workers = this_worker()
         self._part = worker.part_of(number)
         # What was taken before the pass, by other numbers of ranks and of this rank's share; what is known of the
@@ -65,7 +65,6 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             worker.shared.keep_state(self._report, self._worker_index, BEGUN, state)
             self._known = replace(self._known, initial_state=(pickle.loads(state),))  # noqa: S301 - from here
         worker.is_underway = True
-        self._reports = PassReports(worker.shared, number)  # of all workers
         self._told = worker.told(self._part)  # asked here: what is asked while the dataset is read counts as its own
         self._info = worker.info(self._part, self._epoch)
         self._telling = worker_info_told(self._info)
@@ -149,8 +148,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             return
         self._report["spent_ms"] = round(1000 * self._spent_s)
         self._report["length"] = drawn
-        lengths = self._reports.lengths
-        if self._reports.ways == {STREAM}:
+        lengths = worker.shared.lengths(self._number)  # of all workers
+        if worker.shared.ways(self._number) == {STREAM}:
             lengths = list({length for length in lengths if length is not None})
             if len(lengths) > 1:
                 raise self._odd_split(
@@ -258,7 +257,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     def _require_one_way(self) -> None:
         """Refuse a dataset that is neither one stream nor split into parts, and a state that counts the other."""
-        name, readers, ways = self._worker.name, self._workers, self._reports.ways
+        name, readers, ways = self._worker.name, self._workers, self._worker.shared.ways(self._number)
         if len(ways) > 1:
             raise self._odd_split("it called get_worker_info() in some of them and not in others")
         if self._counts is not None and {self._counts} != ways:

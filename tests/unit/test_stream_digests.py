@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,21 +17,31 @@ from zoo import Source, as_it_is
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import StreamOrderWarning
 from ddp_patch.orders.digest import END, mark_counts
-from ddp_patch.streams.reports import PARTS, STREAM, PassReports, SharedWorkerState, marked
+from ddp_patch.positions_and_padding import Plan
+from ddp_patch.sharding.saved_state import Position
+from ddp_patch.streams.reports import PARTS, STREAM, SharedWorkerState, marked
+from ddp_patch.streams.stream_sampler import StreamSource
 
 COUNTS = list(islice(mark_counts(), 60))
 
 
-def read(*streams: Iterable[Any], upto: int | None = None, are_parts: bool = True, number: int = 1) -> PassReports:
+def source_of(shared: SharedWorkerState) -> StreamSource:
+    """Return what the main process knows of pass 1."""
+    worker = SimpleNamespace(shared=shared, splits_itself=False, plan=Plan(0, 1))
+    passes: Any = SimpleNamespace(worker=worker, ahead=2)
+    return StreamSource(Position(0), passes, 1)
+
+
+def read(*streams: Iterable[Any], upto: int | None = None, are_parts: bool = True) -> StreamSource:
     """Return the digest of a pass whose readers read these, or the first items of these."""
     shared = SharedWorkerState(len(streams))
     for part, stream in enumerate(streams):
-        report = shared.report(number, part)
+        report = shared.report(1, part)
         # What is asked for beyond the end shows the end.
         for _ in islice(marked(iter(stream), report), upto):
             pass
         report["way"] = PARTS if are_parts and len(streams) > 1 else STREAM
-    return PassReports(shared, number)
+    return source_of(shared)
 
 
 def named(number: int) -> dict[str, Any]:
@@ -45,17 +56,17 @@ def unnamed(number: int) -> torch.Tensor:
     return torch.rand(2)
 
 
-def differ(mine: PassReports, theirs: PassReports) -> bool | None:
+def differ(mine: StreamSource, theirs: StreamSource) -> bool | None:
     """Return what ranks see when each has what the other left last; None if they have no count in common."""
     seen = []
     for one, other in ((mine, theirs), (theirs, mine)):
-        if (at := latest_count(one)) in other.marks:
-            seen.append(other.marks[at] != one.marks[at])
+        if (at := latest_count(one)) in other.marks():
+            seen.append(other.marks()[at] != one.marks()[at])
     return any(seen) if seen else None
 
 
-def latest_count(digest: PassReports) -> int | None:
-    return next(reversed(digest.marks), None)
+def latest_count(digest: StreamSource) -> int | None:
+    return next(reversed(digest.marks()), None)
 
 
 SKIPPED = [*range(500), *range(501, 1001)]
@@ -100,12 +111,12 @@ def test_parts_have_one_digest_which_tells_their_lengths(mine: list[int], theirs
 def test_parts_are_marked_at_the_counts_that_all_have_reached_or_ended_before() -> None:
     shared = SharedWorkerState(2)
     readers = [marked(iter(range(length)), shared.report(1, part)) for part, length in enumerate((3, 100))]
-    digest = PassReports(shared, 1)
+    digest = source_of(shared)
     assert len([*islice(readers[1], 10)]) == 10
-    assert digest.marks == {}  # nobody knows yet whether they are parts
+    assert digest.marks() == {}  # nobody knows yet whether they are parts
     for part in range(2):
         shared.report(1, part)["way"] = PARTS
-    assert digest.marks == {}
+    assert digest.marks() == {}
     assert len([*islice(readers[0], 3)]) == 3
     assert latest_count(digest) == 3  # the first one may go on
     assert next(readers[0], None) is None
@@ -132,16 +143,16 @@ def test_numbers_count_once_many_items_have_one_text(alike: int, is_told: bool) 
         read([*(("cat", shift + item) for item in range(alike)), *(("dog", shift) for _ in range(100))])
         for shift in (0, 1000)
     )
-    assert (one.marks != other.marks) == is_told
+    assert (one.marks() != other.marks()) == is_told
 
 
 def test_numbers_count_where_all_items_of_a_pass_have_one_text() -> None:
-    assert read([("cat", 1), ("cat", 2)]).marks != read([("cat", 2), ("cat", 1)]).marks
+    assert read([("cat", 1), ("cat", 2)]).marks() != read([("cat", 2), ("cat", 1)]).marks()
     order = [*range(200)]
     for place in (0, 62, 63, 64, 65, 198):
         other = [*order[:place], order[place + 1], order[place], *order[place + 2 :]]
-        assert read([("cat", item) for item in order]).marks != read([("cat", item) for item in other]).marks
-    assert read(["cat"] * 200).marks == read(["cat"] * 200).marks
+        assert read([("cat", item) for item in order]).marks() != read([("cat", item) for item in other]).marks()
+    assert read(["cat"] * 200).marks() == read(["cat"] * 200).marks()
 
 
 class Made(IterableDataset[Any]):
@@ -164,8 +175,8 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
     patched.sampler.rank_passes.worker.is_compared = True
     for _ in patched:
         pass
-    digest = patched.sampler.rank_passes.latest.source.reports
-    assert digest.marks == read(range(30)).marks
+    digest = patched.sampler.rank_passes.latest.source
+    assert digest.marks() == read(range(30)).marks()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
