@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from unittest.mock import patch
 
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ddp_patch.compat.private_packages import held_loaders
 from ddp_patch.compat.private_torch import (
@@ -34,7 +34,7 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.ranks.log import State
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.batches import CountedIterator, RepeatedPasses, WatchedIterator, by_value, with_notes
+from ddp_patch.sharding.batches import CountedIterator, RepeatedPasses, WatchedIterator, by_value
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import no_state
@@ -141,7 +141,7 @@ class OwnMethods:
         self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
         # A loader with one iterator for all epochs takes them by itself.
         makes_own = repeated is not None or has_own_iterators(self._kind)
-        self._takes_notes = is_torchs and not makes_own and hasattr(loader.dataset, "collate_with_notes")
+        self._takes_notes = is_torchs and not makes_own and isinstance(loader.dataset, IterableDataset)
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
         has_states = self._kind is kind and any(hasattr(loader, name) for name in _STATEFUL)
         self._is_resumable = self._counts and in_order and not has_states
@@ -197,7 +197,7 @@ class OwnMethods:
         """While entered, a new iterator's workers send small batches by value, each with what they note of it."""
         if self._passes is None or "collate_fn" not in vars(loader):
             return nullcontext()
-        noted = with_notes(loader) if self._takes_notes else loader.collate_fn
+        noted = self._passes.noting(loader.collate_fn) if self._takes_notes else loader.collate_fn
         return patch.object(loader, "collate_fn", by_value(noted) if loader.num_workers > 0 else noted)
 
     @contextmanager

@@ -73,11 +73,6 @@ class Agreed:
         return Plan.of_batch(self.options, self.world.rank, self.world.num_replicas)
 
     @property
-    def has_leader(self) -> bool:
-        """Whether the first of the ranks draws for all; see ``sent_by_leader``."""
-        return self.options.order == "leader"
-
-    @property
     def members(self) -> list[int]:
         """The global ranks that agreed; none in an explicit world."""
         return list(self.world.share_of_rank or ())

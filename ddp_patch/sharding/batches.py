@@ -40,7 +40,6 @@ __all__ = [
     "passes_of",
     "patched_facts",
     "patched_sampler",
-    "with_notes",
 ]
 
 
@@ -62,12 +61,6 @@ def _collated(collate_fn: Callable[[Any], Any], process: int, samples: Any) -> A
     if type(made) is NotedBatch:
         return made._replace(batch=_by_value(made.batch, samples))
     return _by_value(made, samples)
-
-
-def with_notes(loader: DataLoader[Any]) -> Callable[[Any], Any]:
-    """Return the loader's ``collate_fn``; with its batches travels what workers note, where these read a stream."""
-    noted: Callable[[Any], Any] | None = getattr(loader.dataset, "collate_with_notes", None)
-    return loader.collate_fn if noted is None else noted(loader.collate_fn)
 
 
 def _by_value(batch: Any, samples: Any) -> Any:
@@ -389,7 +382,7 @@ class RepeatedPasses(Iterator[Any]):
         """Return a DataLoader of torch's own that makes one pass after the other with the same workers."""
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
         vars(plain).update(self._attributes)
-        plain.collate_fn = by_value(with_notes(plain))
+        plain.collate_fn = by_value(self._passes.noting(plain.collate_fn))
         # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
         plain.generator = torch.Generator()
         return plain

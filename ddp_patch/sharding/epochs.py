@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from unittest.mock import patch
@@ -122,6 +122,10 @@ class Passes(Generic[T]):
         if self.sampler_states.holds(loader.generator):
             self._shared_generator, self._keeps_workers = loader.generator, loader.persistent_workers
 
+    def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a ``collate_fn`` with whose batches travels what workers note of them, if they do."""
+        return collate_fn
+
     @contextmanager
     def iterator_context(self, loader: DataLoader[Any]) -> Iterator[None]:
         """While entered, the loader makes an iterator, for which it draws a number from its generator.
@@ -135,7 +139,7 @@ class Passes(Generic[T]):
         self.require_no_failure()
         given = loader.generator
         # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
-        is_alone = given is None and not self.agreed.has_leader
+        is_alone = given is None and self.agreed.options.order != "leader"
         is_shared = self.sampler_states.holds(given)
         with (
             one_at_a_time() if is_alone else nullcontext(),

@@ -187,7 +187,7 @@ class SamplerPasses(Passes[T]):
         else:
             start = Position(number, states=self.snapshot())
         # Under a leader one rank draws for all, and nothing is compared but how each balances that.
-        may_differ = not self.agreed.has_leader or self._balancer is not None
+        may_differ = self.agreed.options.order != "leader" or self._balancer is not None
         digest = Digest() if self.monitor.is_on and may_differ else None
         source = self._chosen_source(start, digest)
         current = Pass(
@@ -250,7 +250,7 @@ class SamplerPasses(Passes[T]):
             "draws_ahead": not self._is_one_shot,
             "keeps_sizes": keeps_sizes,
         }
-        if not self.agreed.has_leader:
+        if self.agreed.options.order != "leader":
             known = start.states.streams[0].first if start.states.streams else None
             return Streamed(begin, random_context, rest, digest=digest, known=known, **how)
         # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
@@ -287,7 +287,7 @@ class SamplerPasses(Passes[T]):
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
         is_arranged = self.shuffles or self._gives_runs
-        return self._has_order and not (is_arranged or self.agreed.has_leader)
+        return self._has_order and not is_arranged and self.agreed.options.order != "leader"
 
     def note_length(self, current: Pass[T], length: int) -> None:
         """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.

@@ -92,10 +92,6 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
         found = super().__getattr__(name)
         return partial(self._worker.choose_epoch, found) if name == "set_epoch" and callable(found) else found
 
-    def collate_with_notes(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a ``collate_fn`` with whose batches travels what workers note of them."""
-        return partial(self._worker.collate, collate_fn)
-
     def require_no_generator(self) -> None:
         """Refuse to save a state where persistent workers draw from generators that the user's dataset holds."""
         if random_generators([self._dataset]):
@@ -207,14 +203,10 @@ class StreamWorker(Generic[T]):
         """Return the dataset's own state, pickled, if nobody has read the dataset yet, or somebody has to its end."""
         return None if self.is_underway or not self.takes_states else self.written_state()
 
-    def resumed_at(self, number: int) -> Position | None:
-        """Return where a pass continues; None if it begins an epoch."""
-        return None if self.resumed is None or self.resumed[0] != number else self.resumed[1]
-
-    def forget(self, number: int | None = None) -> None:
-        """Let ``len()`` count whole epochs again: if pass ``number`` was resumed, or whichever was."""
-        if self.resumed is not None and number in {None, self.resumed[0]}:
-            self.resumed, self.consumed = None, ((), 0)
+    def resumed_at(self, number: int, epoch: int) -> Position | None:
+        """Return where pass ``number``, over an epoch, continues; None if it begins that epoch."""
+        resumed, position = self.resumed or (None, None)
+        return position if number == resumed and position is not None and position.epoch == epoch else None
 
     def share_length(self) -> int:
         """Return how many items this rank takes of the upcoming epoch; TypeError where the dataset has no length."""
@@ -222,10 +214,10 @@ class StreamWorker(Generic[T]):
 
     # ---- in a worker ----
 
-    def part_of(self, number: int) -> int:
-        """Return whose part this worker reads in a pass: another one's after a resume, as turns go on."""
+    def part_of(self, position: Position | None) -> int:
+        """Return whose part this worker reads from a position on: another one's after a resume, as turns go on."""
         worker, workers = this_worker()
-        if (position := self.resumed_at(number)) is None:
+        if position is None:
             return worker if self._made_for is None else self._made_for
         turn = turn_after(self.batches_done(position)) if self.splits_itself else position.turn or 0
         return (worker + turn) % workers
@@ -276,7 +268,7 @@ class StreamWorker(Generic[T]):
         self._first_pass = number
         if worker_init_fn is None:
             return
-        part = self.part_of(number)
+        part = self.part_of(self.resumed_at(number, epoch))
         worker, _ = self.told(part)
         asked, before = set[str](), dict(getattr(self.dataset, "__dict__", {}))
         with worker_info_told(self.info(part, epoch, asked.add)), rank_noted(partial(asked.add, "rank")):
@@ -287,8 +279,8 @@ class StreamWorker(Generic[T]):
             self.has_asked = self.may_split = True
             self.has_asked_rank, self._made_for = "rank" in asked, part
 
-    def begin(self) -> tuple[int, int]:
-        """Begin a pass when its first item is asked for; return its number, and which epoch it is over.
+    def begin(self) -> tuple[int, int, Position | None]:
+        """Begin a pass when its first item is asked for; return its number, its epoch, and where in that it continues.
 
         By then the main process has begun the epoch. A worker's first pass is the one that it was started for, although
         others may have begun since.
@@ -304,13 +296,10 @@ class StreamWorker(Generic[T]):
                 "overfit_batches and accelerate's skip_first_batches do this. Iterate the one that "
                 "patch_dataloader_to_ddp() returned; restore_loader() resumes it mid-epoch."
             )
-        if (position := self.resumed_at(number)) is not None:
-            if position.epoch != epoch:
-                self.forget()
-            elif position.is_within_pass:
-                # In workers too: a loader may have drawn its workers' seed from these generators since.
-                set_generator_states([generators_only(self.dataset)], position.states.generators)
-        return number, epoch
+        if (position := self.resumed_at(number, epoch)) is not None and position.is_within_pass:
+            # In workers too: a loader may have drawn its workers' seed from these generators since.
+            set_generator_states([generators_only(self.dataset)], position.states.generators)
+        return number, epoch, position
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         """Return a batch, in a ``NotedBatch`` if the pass that read its samples noted something.

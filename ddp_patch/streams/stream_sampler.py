@@ -181,6 +181,10 @@ class StreamPasses(Passes[None]):
         found = (value for value in (getattr(dataset, "epoch", None), *stored) if type(value) is int)
         return next(found, None)
 
+    def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a ``collate_fn`` with whose batches travels what workers note of them."""
+        return partial(self.worker.collate, collate_fn)
+
     def may_say(self, what: str) -> bool:
         """Return whether to say something now: on one rank, once for each loader."""
         is_first = what not in self._said and (self.batch_plan or self.plan).rank == 0
@@ -216,7 +220,7 @@ class StreamPasses(Passes[None]):
         self.epochs.begin(epoch)
         self.worker.shared.begin(number, epoch)
         if self.position is None:
-            self.worker.forget()
+            self.forget_resumed()
         self._note_begun(current)
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
@@ -225,7 +229,7 @@ class StreamPasses(Passes[None]):
         try:
             yield from chain.from_iterable(current.runs())
         finally:
-            self.worker.forget(number)
+            self.forget_resumed(number)
 
     def _why_streams_differ(self) -> str:
         """Return what may cause that ranks read different streams, and what to do."""
@@ -245,11 +249,17 @@ class StreamPasses(Passes[None]):
         consumed = split_consumed(position.consumed, self.plan.num_replicas)
         self.worker.consumed = consumed if counts_rest else ((), 0)
 
+    def forget_resumed(self, number: int | None = None) -> None:
+        """Let ``len()`` count whole epochs again: if pass ``number`` was resumed, or whichever was."""
+        worker = self.worker
+        if worker.resumed is not None and number in {None, worker.resumed[0]}:
+            worker.resumed, worker.consumed = None, ((), 0)
+
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn."""
         super().choose(epoch)
         if self.position is None:
-            self.worker.forget()
+            self.forget_resumed()
 
     def require_fits(self, position: Position) -> None:
         """Raise StateError if the state counts the items of other workers."""
@@ -342,7 +352,7 @@ class StreamSource(ItemSource[None]):
         """Say that all items have one name, if so; and if reading took most of a pass, what would read less."""
         if max(self._reported("read")) > 1 and max(self._reported("has_names")) == 1:
             self._tell_of_names("all of its items have the same strings and whole numbers")
-        self._worker.forget(self._number)  # persistent workers keep the sampler's iterator, which has no end
+        self._passes.forget_resumed(self._number)  # persistent workers keep the sampler's iterator, which has no end
         ranks, lengths = self._plan.num_replicas, self._worker.shared.lengths(self._number)
         spent_s, took_s = max(self._reported("spent_ms")) / 1000, perf_counter() - self._began_s
         is_whole = self._start.is_at_epoch_start and None not in lengths

@@ -49,17 +49,17 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     def __init__(self, worker: StreamWorker[T]) -> None:
         self._worker = worker
-        self._number, self._epoch = number, _ = worker.begin()
+        self._number, self._epoch, position = worker.begin()
         self._worker_index, self._workers = this_worker()
-        self._part = worker.part_of(number)
+        self._part = worker.part_of(position)
         # What was taken before the pass, by other numbers of ranks and of this rank's share; what is known of the
         # stream there; and whether a state counts one stream or parts.
         self._taken_before = self._skip = 0
         self._known = StreamSnapshot()
         self._counts: int | None = None
-        if (position := worker.resumed_at(number)) is not None:
+        if position is not None:
             self._resume(position)
-        self._report = worker.shared.report(number, self._worker_index)
+        self._report = worker.shared.report(self._number, self._worker_index)
         is_first = not self._skip and not self._taken_before and not self._known.initial_state
         if is_first and (state := worker.unread()) is not None:
             worker.shared.keep_state(self._report, self._worker_index, BEGUN, state)
