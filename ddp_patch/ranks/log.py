@@ -15,6 +15,7 @@ pass can only grow. Two ranks' logs contradict each other by five rules; ``n`` i
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from ddp_patch.loaders.overlap import Sketch
@@ -109,46 +110,39 @@ class Progress(NamedTuple):
     is_own: bool = False
 
 
+@dataclass(eq=False)
 class LoggedPass:
     """A pass of this rank, in its log.
 
-    Args:
+    Attributes:
         epoch: Which epoch it is over.
         begins_at: Where in the epoch it begins.
-        progress: Tells how far it has come; asked until the next pass begins, and told after that: one that is let go
-            by then ends its sampler's generator, as in one process.
+        ask: Tells how far it has come; asked until the next pass begins, and told after that: one that is let go by
+            then ends its sampler's generator, as in one process.
         marks: Tells the digests of what it draws; none if nobody compares that.
         others: How many passes this rank had made over its other loaders when it began; None if that is its own.
-
-    Attributes:
+        sketch: What it was given, where each rank has a part of the data and the ranks compare these; else None.
+        is_own: Whether its length is this rank's own, in any case: a restored position may have cut it off.
         held: A hash of what the user has changed in the dataset since the patch, as it was when the pass began.
-        sketch: What it was given, where each rank has a part of the data.
-        is_cut: Whether a restored position has cut it off.
+        is_told: Whether it no longer asks.
+        is_left: Whether the next pass is made, so that nothing more is told of it.
     """
 
-    def __init__(
-        self,
-        epoch: int,
-        begins_at: str,
-        progress: Callable[[], Progress],
-        marks: Marks = dict,
-        others: int | None = None,
-    ) -> None:
-        self.epoch: int = epoch
-        self.begins_at: str = begins_at
-        self.others: int | None = others
-        self.marks: Marks = marks
-        self.held: str = ""
-        self.sketch: Sketch = Sketch()
-        self.is_told: bool = False  # whether it no longer asks
-        self.is_cut: bool = False
-        self._is_left = False
-        self._progress = progress
+    epoch: int
+    begins_at: str
+    ask: Callable[[], Progress]
+    marks: Marks = dict
+    others: int | None = None
+    sketch: Sketch | None = None
+    is_own: bool = False
+    held: str = ""
+    is_told: bool = False
+    is_left: bool = False
 
     @property
     def progress(self) -> Progress:
         """How far it has come; at most to where it was left."""
-        return self._progress()
+        return self.ask()
 
     @property
     def is_look(self) -> bool:
@@ -160,8 +154,8 @@ class LoggedPass:
 
     def tell(self, given: Progress) -> None:
         """Record how far it has come, from now on, unless it is left."""
-        if not self._is_left:
-            self._progress = lambda: given
+        if not self.is_left:
+            self.ask = lambda: given
             self.is_told = True
 
     def leave(self) -> None:
@@ -170,7 +164,7 @@ class LoggedPass:
         if given.state is State.RUNNING:
             given = given._replace(least=given.most, state=State.LEFT)
         self.tell(given)
-        self._is_left = True
+        self.is_left = True
 
 
 class Log:
@@ -213,7 +207,7 @@ class Log:
         """Let the passes that run have any length: a position is restored."""
         self.strike_looks()
         for made in self._passes[max(0, self.settled - self._first - 1) :]:
-            made.is_cut = True
+            made.is_own = True
 
     def settle(self) -> int:
         """Find out which passes are left, and which are more than looks; return how many more of these there are."""
@@ -235,9 +229,8 @@ class Log:
         given = made.progress
         batches = given.least if given.state is State.RUNNING else given.most
         name, mark = (number, made.epoch, made.begins_at, made.others), next(reversed(made.marks().items()), None)
-        return Entry(
-            *name, batches, given.state, given.is_own or made.is_cut, made.held, mark, tuple(made.sketch.hashes)
-        )
+        hashes = () if made.sketch is None else tuple(made.sketch.hashes)
+        return Entry(*name, batches, given.state, given.is_own or made.is_own, made.held, mark, hashes)
 
     def made(self, number: int) -> LoggedPass:
         """Return a pass that is kept."""

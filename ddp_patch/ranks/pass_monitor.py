@@ -118,8 +118,9 @@ class PassMonitor:
     def note_batch(self, batch: Any, begun: LoggedPass | None = None) -> None:
         """Record a batch of this rank's part of the data, in a pass; in the latest one by default."""
         made = self._latest if begun is None else begun
-        if self.compares_samples and made is not None and made.sketch.seen < _SAMPLES:
-            made.sketch.add(row_hashes(batch, _SAMPLES - made.sketch.seen))
+        sketch = None if made is None else made.sketch
+        if sketch is not None and sketch.seen < _SAMPLES:
+            sketch.add(row_hashes(batch, _SAMPLES - sketch.seen))
 
     @property
     def compares_samples(self) -> bool:
@@ -155,12 +156,11 @@ class PassMonitor:
             return None
         # In another thread something reads ahead, by as much as there was time for.
         is_own = self.has_own_lengths or get_ident() != self._thread
-        told = (lambda: progress()._replace(is_own=True)) if is_own else progress
         made = self._made_by_all
         others = None if is_own or made is None else made[self.mailbox.group] - self._made - self._made_before
-        begun = LoggedPass(epoch, begins_at, told, marks, others)
-        if sketch is not None:
-            begun.sketch = sketch
+        if sketch is None and self.compares_samples:
+            sketch = Sketch()
+        begun = LoggedPass(epoch, begins_at, progress, marks, others, sketch, is_own)
         self.log.begin(begun)
         self._latest = begun
         if self.held is not None:

@@ -146,7 +146,7 @@ def logged(made: Sequence[Made]) -> tuple[Log, list[Record]]:
             log.settle()
             records.append(log.record())
         final = Progress(given, given, state)
-        log._passes[-1]._progress = lambda final=final: final  # type: ignore[misc]
+        log._passes[-1].ask = lambda final=final: final  # type: ignore[misc]
     log.settle()
     return log, [*records, log.record()]
 
