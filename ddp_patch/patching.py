@@ -387,7 +387,7 @@ def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> 
     monitor = PassMonitor(agreed.mailbox)
     monitor.has_own_lengths = agreed.options.uneven == "keep"
     monitor.only_warns_of_lengths = getattr(by, "is_ddp_aware", None) is True
-    monitor.log.forgets_looks = True
+    monitor.forgets_looks = True
     monitor.replicas = agreed.world.replicas
     monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
     monitor.why_orders_differ = partial(_why_parts_are_uneven, type(by).__name__)

@@ -29,15 +29,14 @@ __all__ = [
     "VERSION",
     "Difference",
     "Entry",
-    "Log",
     "LoggedPass",
     "Marks",
     "Progress",
     "Record",
     "State",
-    "difference",
     "mismatch_text",
     "record_of",
+    "rule_broken",
     "shorter",
     "text_of",
 ]
@@ -45,10 +44,6 @@ __all__ = [
 # The version of what ranks leave each other.
 VERSION = 7
 
-# So many passes before the latest one are kept.
-_KEPT = 16
-# Others are told so many passes before the latest one, too: a rank may still be in one of these.
-_TOLD = 4
 _A_LOOK = 1  # batch
 # A pass that was struck as a look counts again when it is given a batch, up to so many; then it is struck no more.
 MORE_THAN_A_LOOK = 2
@@ -166,86 +161,13 @@ class LoggedPass:
         self.tell(given)
         self.is_left = True
 
-
-class Log:
-    """The passes that this rank makes over one loader.
-
-    Attributes:
-        has_one_order: Whether all epochs have one order, so that it does not matter which one a pass is over.
-        forgets_looks: Whether looks are struck where the next pass begins.
-        settled: How many passes are more than looks, or come before one that is.
-    """
-
-    def __init__(self) -> None:
-        self.has_one_order: bool = False
-        self.forgets_looks: bool = False
-        self.settled: int = 0
-        self._first = 0
-        self._passes: list[LoggedPass] = []  # from number ``_first`` on
-
-    def begin(self, begun: LoggedPass) -> None:
-        """Add a pass."""
-        if self.forgets_looks:
-            self.strike_looks()
-        for made in self._passes[self.settled - self._first - 1 :] if self._passes else ():
-            made.tell(made.progress)
-        self._passes.append(begun)
-
-    def goes_on(self, begun: LoggedPass) -> None:
-        """Add a pass again that was struck, and that goes on all the same."""
-        if not any(known is begun for known in self._passes):
-            if self.forgets_looks:  # a look within it had struck it
-                self.strike_looks()
-            self._passes.append(begun)
-
-    def strike_looks(self) -> None:
-        """Strike the looks at the end: an epoch is chosen."""
-        while self._first + len(self._passes) > self.settled and self._passes[-1].is_look:
-            self._passes.pop()
-
-    def cut_off(self) -> None:
-        """Let the passes that run have any length: a position is restored."""
-        self.strike_looks()
-        for made in self._passes[max(0, self.settled - self._first - 1) :]:
-            made.is_own = True
-
-    def settle(self) -> int:
-        """Find out which passes are left, and which are more than looks; return how many more of these there are."""
-        before, count = self.settled, len(self._passes)
-        last = next((place for place in reversed(range(count)) if not self._passes[place].is_look), -1)
-        self.settled = max(before, self._first + last + 1)
-        for number in range(max(before - 1, self._first), self.settled - 1):
-            self._passes[number - self._first].leave()
-        surplus = max(0, self.settled - self._first - _KEPT)
-        self._first += surplus
-        del self._passes[:surplus]
-        return self.settled - before
-
-    def entry(self, number: int) -> Entry | None:
-        """Return a pass as others are told of it; None if it is no longer kept, or may be a look."""
-        if not self._first <= number < self.settled:
-            return None
-        made = self.made(number)
-        given = made.progress
+    def entry(self, number: int) -> Entry:
+        """Return it as others are told of it, as pass ``number``."""
+        given = self.progress
         batches = given.least if given.state is State.RUNNING else given.most
-        name, mark = (number, made.epoch, made.begins_at, made.others), next(reversed(made.marks().items()), None)
-        hashes = () if made.sketch is None else tuple(made.sketch.hashes)
-        return Entry(*name, batches, given.state, given.is_own or made.is_own, made.held, mark, hashes)
-
-    def made(self, number: int) -> LoggedPass:
-        """Return a pass that is kept."""
-        return self._passes[number - self._first]
-
-    def number_of(self, known: LoggedPass) -> int:
-        """Return which pass it is; -1 if it is no longer kept."""
-        found = (place for place, made in enumerate(self._passes, self._first) if made is known)
-        return next(found, -1)
-
-    def record(self) -> Record:
-        """Return what the others are told; no sketches but those of the latest two passes."""
-        numbers = range(max(0, self.settled - 1 - _TOLD), self.settled)
-        told = [entry for number in numbers if (entry := self.entry(number)) is not None]
-        return [*(entry._replace(sketch=()) for entry in told[:-2]), *told[-2:]]
+        name, mark = (number, self.epoch, self.begins_at, self.others), next(reversed(self.marks().items()), None)
+        hashes = () if self.sketch is None else tuple(self.sketch.hashes)
+        return Entry(*name, batches, given.state, given.is_own or self.is_own, self.held, mark, hashes)
 
 
 # ---- what contradicts what ----
@@ -274,32 +196,23 @@ def shorter(found: Difference) -> Entry:
     return min(over, key=lambda one: one.batches)
 
 
-def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
-    """Return how another rank's record contradicts a log; None if one rank may only be faster than the other.
+def rule_broken(own: Entry, other: Entry, marks: Marks, slack: int, *, has_one_order: bool) -> Rule | None:
+    """Return which rule two ranks' entries of one pass break; None if one rank may only be faster than the other.
 
     Args:
-        log: This rank's log.
-        theirs: The other rank's record.
-        slack: How many batches more one rank may have in a pass.
+        own: This rank's.
+        other: The other rank's.
+        marks: Tells all digests of what this rank draws in it.
+        slack: How many batches more one rank may have.
+        has_one_order: Whether all epochs have one order, so that it does not matter which one a pass is over.
     """
-    for other in theirs:
-        own = log.entry(other.number)
-        rule = None if own is None else _rule_broken(log, own, other, slack)
-        if own is not None and rule is None and other is theirs[-1] and own.held != other.held:
-            rule = "held"
-        if own is not None and rule is not None:
-            return Difference(rule, own, other)
-    return None
-
-
-def _rule_broken(log: Log, own: Entry, other: Entry, slack: int) -> Rule | None:
-    if own.begins_at != other.begins_at or (own.epoch != other.epoch and not log.has_one_order):
+    if own.begins_at != other.begins_at or (own.epoch != other.epoch and not has_one_order):
         return "passes"
     if None not in {own.others, other.others} and own.others != other.others:
         return "others"
     if other.mark is not None:
         count, value = other.mark
-        if log.made(own.number).marks().get(count, value) != value:
+        if marks().get(count, value) != value:
             return "order"
     return "length" if _is_outgrown(own, other, slack) or _is_outgrown(other, own, slack) else None
 

@@ -16,15 +16,15 @@ from ddp_patch.loaders.overlap import Sketch, are_no_chance, common_items, row_h
 from ddp_patch.ranks.exchange import digest, ranks_text
 from ddp_patch.ranks.log import (
     Difference,
-    Log,
+    Entry,
     LoggedPass,
     Marks,
     Progress,
     Record,
     State,
-    difference,
     mismatch_text,
     record_of,
+    rule_broken,
     shorter,
     text_of,
 )
@@ -33,6 +33,11 @@ from ddp_patch.validation import counted
 
 __all__ = ["PassMonitor"]
 
+
+# So many passes before the latest one are kept.
+_KEPT = 16
+# Others are told so many passes before the latest one, too: a rank may still be in one of these.
+_TOLD = 4
 
 # The first comparisons, this many, are made whenever they are due, to find early mistakes at once. All later ones may
 # take one part in this many of the time: short epochs would have several each.
@@ -67,7 +72,8 @@ class PassMonitor:
 
     Attributes:
         mailbox: As given.
-        log: The passes.
+        has_one_order: Whether all epochs have one order, so that it does not matter which one a pass is over.
+        forgets_looks: Whether looks are struck where the next pass begins.
         has_own_lengths: Whether ranks may have any number of batches in a pass.
         only_warns_of_lengths: Whether the user says that the loader is sharded: parts of unequal length are a warning.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
@@ -81,14 +87,18 @@ class PassMonitor:
     def __init__(self, mailbox: Mailbox | None = None, name: str = "loader", *, slack: int = 0) -> None:
         self._name, self._slack = name, slack
         self.mailbox: Mailbox | None = mailbox
-        self.log: Log = Log()
-        self._made = self._made_before = 0  # how many passes, looks apart; and over other loaders before this one came
+        self.has_one_order: bool = False
+        self.forgets_looks: bool = False
+        self._passes: list[LoggedPass] = []  # from number ``_first`` on
+        self._first = 0
+        self._settled = 0  # how many passes are more than looks, or come before one that is
+        self._made_before = 0  # how many were made over other loaders before this one came
         self._thread = get_ident()
         self._comparisons, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._latest: LoggedPass | None = None
         self.held: HeldData | None = None
         if mailbox is not None:
-            mailbox.post(text_of(self.log.record()), "passes")
+            mailbox.post(text_of(self.record()), "passes")
             if (made := self._made_by_all) is not None:
                 self._made_before = made[mailbox.group]
         self.has_own_lengths: bool = False
@@ -157,15 +167,82 @@ class PassMonitor:
         # In another thread something reads ahead, by as much as there was time for.
         is_own = self.has_own_lengths or get_ident() != self._thread
         made = self._made_by_all
-        others = None if is_own or made is None else made[self.mailbox.group] - self._made - self._made_before
+        others = None if is_own or made is None else made[self.mailbox.group] - self._settled - self._made_before
         if sketch is None and self.compares_samples:
             sketch = Sketch()
         begun = LoggedPass(epoch, begins_at, progress, marks, others, sketch, is_own)
-        self.log.begin(begun)
+        self.add(begun)
         self._latest = begun
         if self.held is not None:
             self.held.begin()
         return begun
+
+    # ---- the log ----
+
+    def add(self, begun: LoggedPass) -> None:
+        """Add a pass that begins to the log."""
+        if self.forgets_looks:
+            self.strike_looks()
+        for made in self._passes[self._settled - self._first - 1 :]:
+            made.tell(made.progress)
+        self._passes.append(begun)
+
+    def goes_on(self, begun: LoggedPass) -> None:
+        """Add a pass again that was struck, and that goes on all the same."""
+        if not any(known is begun for known in self._passes):
+            if self.forgets_looks:  # a look within it had struck it
+                self.strike_looks()
+            self._passes.append(begun)
+
+    def strike_looks(self) -> None:
+        """Strike the looks at the end: an epoch is chosen."""
+        while self._first + len(self._passes) > self._settled and self._passes[-1].is_look:
+            self._passes.pop()
+
+    def cut_off(self) -> None:
+        """Let the passes that run have any length: a position is restored."""
+        self.strike_looks()
+        for made in self._passes[max(0, self._settled - self._first - 1) :]:
+            made.is_own = True
+
+    def settle(self) -> None:
+        """Find out which passes are left, and which are more than looks; count these."""
+        before, count = self._settled, len(self._passes)
+        last = next((place for place in reversed(range(count)) if not self._passes[place].is_look), -1)
+        self._settled = max(before, self._first + last + 1)
+        for number in range(max(before - 1, self._first), self._settled - 1):
+            self._passes[number - self._first].leave()
+        surplus = max(0, self._settled - self._first - _KEPT)
+        self._first += surplus
+        del self._passes[:surplus]
+        has_own_lengths = self._slack or self.has_own_lengths
+        if self.mailbox is not None and not has_own_lengths and (made := self._made_by_all) is not None:
+            made[self.mailbox.group] += self._settled - before
+
+    def entry(self, number: int) -> Entry | None:
+        """Return a pass as others are told of it; None if it is no longer kept, or may be a look."""
+        return self._passes[number - self._first].entry(number) if self._first <= number < self._settled else None
+
+    def record(self) -> Record:
+        """Return what the others are told; no sketches but those of the latest two passes."""
+        numbers = range(max(0, self._settled - 1 - _TOLD), self._settled)
+        told = [entry for number in numbers if (entry := self.entry(number)) is not None]
+        return [*(entry._replace(sketch=()) for entry in told[:-2]), *told[-2:]]
+
+    def difference(self, theirs: Record) -> Difference | None:
+        """Return how another rank's record contradicts this log; None if one rank may only be faster than the other."""
+        for other in theirs:
+            if (own := self.entry(other.number)) is None:
+                continue
+            marks = self._passes[own.number - self._first].marks
+            rule = rule_broken(own, other, marks, self._slack, has_one_order=self.has_one_order)
+            if rule is None and other is theirs[-1] and own.held != other.held:
+                rule = "held"
+            if rule is not None:
+                return Difference(rule, own, other)
+        return None
+
+    # ---- comparing ----
 
     @property
     def _made_by_all(self) -> Counter[str] | None:
@@ -188,7 +265,7 @@ class PassMonitor:
         """
         if self.mailbox is None:
             return
-        self._settle(self.mailbox)
+        self.settle()
         times = _TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST
         began_s = perf_counter()
         if self._comparisons >= _FREE and began_s - self._ended_s < times * self._cost_s:
@@ -200,25 +277,18 @@ class PassMonitor:
     def report(self) -> None:
         """Report how far this rank has come, and compare nothing."""
         if self.mailbox is not None:
-            self._settle(self.mailbox)
-            self.mailbox.post(text_of(self.log.record()), "passes")
-
-    def _settle(self, mailbox: Mailbox) -> None:
-        """Count the passes that are more than looks."""
-        if more := self.log.settle():
-            self._made += more
-            if not (self._slack or self.has_own_lengths) and (made := self._made_by_all) is not None:
-                made[mailbox.group] += more
+            self.settle()
+            self.mailbox.post(text_of(self.record()), "passes")
 
     def _exchange(self, mailbox: Mailbox) -> None:
         """Leave this rank's record, and compare the log with what others have left by now."""
-        mailbox.post(text_of(self.log.record()), "passes")
+        mailbox.post(text_of(self.record()), "passes")
         if (told := mailbox.left("told")) is not None:
             raise RankMismatchError(told)
         for rank, text in mailbox.read().items():
             if (record := record_of(text)) is None:
                 continue
-            if (found := difference(self.log, record, self._slack)) is not None:
+            if (found := self.difference(record)) is not None:
                 self._tell(mailbox, rank, found)
             if (why := self.why_in_common) is not None and mailbox.read_one_stream and rank not in self.replicas:
                 self._compare_samples(mailbox, rank, record, why)
@@ -234,7 +304,7 @@ class PassMonitor:
     def _compare_samples(self, mailbox: Mailbox, rank: int, record: Record, why: Callable[[], str]) -> None:
         """Raise RankMismatchError if another rank's part of the data has more in common with this one's than chance."""
         for theirs in record:
-            mine = self.log.entry(theirs.number)
+            mine = self.entry(theirs.number)
             if mine is None or not theirs.sketch or not any(found := common_items(mine.sketch, theirs.sketch)):
                 continue
             if self.knows_all:
@@ -311,4 +381,6 @@ class PassMonitor:
 
     def _step(self, begun: LoggedPass, batches: int) -> str:
         """Return the same text for a step of a pass on every rank."""
-        return f"{self.log.number_of(begun)}.{begun.epoch} from {begun.begins_at} {batches}"
+        # -1 if it is no longer kept.
+        number = next((number for number, made in enumerate(self._passes, self._first) if made is begun), -1)
+        return f"{number}.{begun.epoch} from {begun.begins_at} {batches}"

@@ -175,7 +175,7 @@ class Passes(Generic[T]):
         self._finish_latest()
         self.latest = None
         self._was_chosen = True
-        self.monitor.log.strike_looks()
+        self.monitor.strike_looks()
         self.epochs.set(number)
 
     def _finish_latest(self) -> None:
@@ -264,6 +264,6 @@ class Passes(Generic[T]):
         if position.seed is not None:
             self.agreed.seed.value = position.seed
         self.latest = None
-        self.monitor.log.cut_off()
+        self.monitor.cut_off()
         self.choose(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.counts_rest = position, counts_rest

@@ -77,7 +77,7 @@ class WatchedPass:
         if logged.is_told:
             self._tell_log()
         if delivered <= MORE_THAN_A_LOOK:
-            self._monitor.log.goes_on(logged)
+            self._monitor.goes_on(logged)
         if delivered <= _READS:
             self._monitor.note_read(logged)
         if self._is_open_ended:

@@ -86,7 +86,7 @@ class SamplerPasses(Passes[T]):
         self._gives_runs = agreed.options.gives_runs
         if not shuffles and balancer is None and is_always_alike(self.sampler):
             # No sample is lost by passes over different epochs.
-            self.monitor.log.has_one_order = self.monitor.log.forgets_looks = True
+            self.monitor.has_one_order = self.monitor.forgets_looks = True
         self._is_one_shot = stream.is_one_shot
         self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
         self.monitor.why_orders_differ = partial(_why_orders_differ, self.name, self._balancer is not None)

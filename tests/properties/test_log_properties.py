@@ -9,7 +9,8 @@ from hypothesis import given, settings
 
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import EpochCounter
-from ddp_patch.ranks.log import Log, LoggedPass, Progress, Record, State, difference
+from ddp_patch.ranks.log import LoggedPass, Progress, Record, State
+from ddp_patch.ranks.pass_monitor import PassMonitor
 
 BATCHES = 5  # of an epoch
 
@@ -37,7 +38,7 @@ class Rank:
     """Runs a program; tells after each step the log and every record that another rank may have read by then."""
 
     def __init__(self, *, takes_looks: bool = False) -> None:
-        self.log, self.epochs, self.takes_looks = Log(), EpochCounter(), takes_looks
+        self.log, self.epochs, self.takes_looks = PassMonitor(), EpochCounter(), takes_looks
         self.records: list[Record] = []
 
     def runs(self, program: Sequence[Iterates]) -> Iterator[None]:
@@ -56,7 +57,7 @@ class Rank:
         given, state, epoch, digest = 0, State.RUNNING, self.epochs.upcoming, Digest()
         self.epochs.begin(epoch)
         begun = LoggedPass(epoch, "0", lambda: Progress(given, given, state), lambda: digest.marks)
-        self.log.begin(begun)
+        self.log.add(begun)
         yield from self.publishes()
         for step in range(min(steps, BATCHES)):
             digest.add([(epoch, step)])
@@ -103,7 +104,7 @@ def test_one_program_on_two_ranks_contradicts_nothing_at_any_moment(program: lis
             del running[rank]
         for one, other in (ranks, reversed(ranks)):
             for record in other.records:
-                assert difference(one.log, record) is None
+                assert one.log.difference(record) is None
 
 
 @dataclass(frozen=True)
@@ -130,16 +131,16 @@ passes = st.lists(
 )
 
 
-def logged(made: Sequence[Made]) -> tuple[Log, list[Record]]:
+def logged(made: Sequence[Made]) -> tuple[PassMonitor, list[Record]]:
     """Return the log of some passes, and all records that were left of it."""
-    log, records = Log(), []
+    log, records = PassMonitor(), []
     for one in made:
         given, state, digest = 0, State.RUNNING, Digest()
 
         def progress() -> Progress:
             return Progress(given, given, state)  # noqa: B023 - each pass is over when the next begins
 
-        log.begin(LoggedPass(one.epoch, "0", progress, partial(getattr, digest, "marks"), one.others))
+        log.add(LoggedPass(one.epoch, "0", progress, partial(getattr, digest, "marks"), one.others))
         for given in range(1, one.batches + 1):
             digest.add(one.order[given - 1])
             state = one.state if given == one.batches else State.RUNNING
@@ -173,6 +174,6 @@ def contradict(mine: Sequence[Made], theirs: Sequence[Made]) -> bool:
 @given(passes, passes)
 def test_the_verdict_is_that_of_brute_force(mine: list[Made], theirs: list[Made]) -> None:
     (log, records), (other_log, other_records) = logged(mine), logged(theirs)
-    found = any(difference(log, record) for record in other_records)
-    found = found or any(difference(other_log, record) for record in records)
+    found = any(log.difference(record) for record in other_records)
+    found = found or any(other_log.difference(record) for record in records)
     assert found == contradict(mine, theirs)

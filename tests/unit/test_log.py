@@ -16,13 +16,10 @@ from ddp_patch.ranks import pass_monitor
 from ddp_patch.ranks.log import (
     VERSION,
     Entry,
-    Log,
     LoggedPass,
     Progress,
     Record,
-    Rule,
     State,
-    difference,
     record_of,
     text_of,
 )
@@ -32,8 +29,8 @@ from ddp_patch.ranks.pass_monitor import PassMonitor
 class Rank:
     """A rank that makes passes over a loader."""
 
-    def __init__(self, *, has_one_order: bool = False, forgets_looks: bool | None = None) -> None:
-        self.log = Log()
+    def __init__(self, *, has_one_order: bool = False, forgets_looks: bool | None = None, slack: int = 0) -> None:
+        self.log = PassMonitor(slack=slack)
         self.log.has_one_order = has_one_order
         self.log.forgets_looks = has_one_order if forgets_looks is None else forgets_looks
 
@@ -53,7 +50,7 @@ class Rank:
         digest = Digest()
         digest.add(list(order[:batches]))
         told = Progress(batches, batches, state, is_own)
-        self.log.begin(LoggedPass(epoch, begins_at, lambda: told, lambda: digest.marks, None if is_own else others))
+        self.log.add(LoggedPass(epoch, begins_at, lambda: told, lambda: digest.marks, None if is_own else others))
         if compares:
             self.log.settle()
         return self
@@ -71,7 +68,7 @@ class Rank:
 
 
 LOOK = 1
-CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
+CASES: dict[str, tuple[Rank, Rank, str | None]] = {
     # (a) one epoch, one beginning
     "alike": (Rank().all_of(0).takes(1, 3), Rank().all_of(0).takes(1, 5), None),
     "another epoch": (Rank().takes(0, 3), Rank().takes(1, 3), "passes"),
@@ -139,34 +136,34 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_contradicts_what(name: str) -> None:
     mine, theirs, rule = CASES[name]
-    told = [difference(one.log, other.log.record()) for one, other in ((mine, theirs), (theirs, mine))]
+    told = [one.log.difference(other.log.record()) for one, other in ((mine, theirs), (theirs, mine))]
     rules = {found.rule for found in told if found is not None}
     assert rules == (set() if rule is None else {rule})
 
 
 @pytest.mark.parametrize("further", [Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3).takes(1, 2).takes(2, 2)])
 def test_a_rank_hears_that_others_left_the_pass_that_it_is_in(further: Rank) -> None:
-    found = difference(Rank().takes(0, 5).log, further.log.record())
+    found = Rank().takes(0, 5).log.difference(further.log.record())
     assert found is not None
     assert found.theirs is not None
     assert (found.rule, found.theirs.batches) == ("length", 3)
-    assert difference(Rank().takes(0, 3).log, further.log.record()) is None
+    assert Rank().takes(0, 3).log.difference(further.log.record()) is None
 
 
 def test_one_rank_may_have_as_many_batches_more_as_it_has_readers() -> None:
-    mine, theirs = Rank().all_of(0, 5), Rank().all_of(0, 7)
-    assert difference(mine.log, theirs.log.record(), slack=2) is None
-    found = difference(mine.log, theirs.log.record(), slack=1)
+    theirs = Rank().all_of(0, 7)
+    assert Rank(slack=2).all_of(0, 5).log.difference(theirs.log.record()) is None
+    found = Rank(slack=1).all_of(0, 5).log.difference(theirs.log.record())
     assert found is not None
     assert found.rule == "length"
 
 
 def test_a_pass_counts_as_far_as_it_had_come_when_the_next_took_its_second_batch() -> None:
-    log, batches = Log(), [3, 0]
+    log, batches = PassMonitor(), [3, 0]
     first = LoggedPass(0, "0", lambda: Progress(batches[0], batches[0]))
     second = LoggedPass(1, "0", lambda: Progress(batches[1], batches[1]))
-    log.begin(first)
-    log.begin(second)
+    log.add(first)
+    log.add(second)
     seen = []
     for batches[0], batches[1] in [(3, 1), (4, 1), (4, 2), (6, 3)]:
         assert first.is_told  # the next has begun
@@ -177,15 +174,17 @@ def test_a_pass_counts_as_far_as_it_had_come_when_the_next_took_its_second_batch
 
 
 def test_a_pass_that_was_struck_and_goes_on_counts_again() -> None:
-    log, batches = Log(), [0]
+    log, batches = PassMonitor(), [0]
     begun = LoggedPass(0, "0", lambda: Progress(batches[0], batches[0]))
-    log.begin(begun)
+    log.add(begun)
     log.strike_looks()
     batches[0] = 2
-    assert log.settle() == 0
+    log.settle()
+    assert log.record() == []
     log.goes_on(begun)
     log.goes_on(begun)
-    assert log.settle() == 1
+    log.settle()
+    assert [entry.batches for entry in log.record()] == [2]
 
 
 def test_of_a_thousand_passes_the_latest_are_kept() -> None:
@@ -194,7 +193,7 @@ def test_of_a_thousand_passes_the_latest_are_kept() -> None:
         rank.all_of(epoch)
     log = rank.log
     assert log.entry(980) is None
-    assert difference(log, Rank().all_of(0).takes(1, 2).log.record()) is None
+    assert log.difference(Rank().all_of(0).takes(1, 2).log.record()) is None
 
 
 RECORDS: list[Record] = [
