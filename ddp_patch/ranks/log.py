@@ -112,8 +112,8 @@ class LoggedPass:
     Attributes:
         epoch: Which epoch it is over.
         begins_at: Where in the epoch it begins.
-        ask: Tells how far it has come; asked until the next pass begins, and told after that: one that is let go by
-            then ends its sampler's generator, as in one process.
+        progress: Tells how far it has come, at most to where it was left. It asks the pass until the next one begins,
+            and is told after that: one that is let go by then ends its sampler's generator, as in one process.
         marks: Tells the digests of what it draws; none if nobody compares that.
         others: How many passes this rank had made over its other loaders when it began; None if that is its own.
         sketch: What it was given, where each rank has a part of the data and the ranks compare these; else None.
@@ -125,7 +125,7 @@ class LoggedPass:
 
     epoch: int
     begins_at: str
-    ask: Callable[[], Progress]
+    progress: Callable[[], Progress]
     marks: Marks = dict
     others: int | None = None
     sketch: Sketch | None = None
@@ -135,14 +135,9 @@ class LoggedPass:
     is_left: bool = False
 
     @property
-    def progress(self) -> Progress:
-        """How far it has come; at most to where it was left."""
-        return self.ask()
-
-    @property
     def is_look(self) -> bool:
         """Whether it may be no more than a look; an error stands in the place of a batch."""
-        given = self.progress
+        given = self.progress()
         if given.state is State.FAILED:
             return given.least < _A_LOOK
         return given.least <= _A_LOOK and given.state is State.RUNNING
@@ -150,12 +145,12 @@ class LoggedPass:
     def tell(self, given: Progress) -> None:
         """Record how far it has come, from now on, unless it is left."""
         if not self.is_left:
-            self.ask = lambda: given
+            self.progress = lambda: given
             self.is_told = True
 
     def leave(self) -> None:
         """Record that the next pass is made."""
-        given = self.progress
+        given = self.progress()
         if given.state is State.RUNNING:
             given = given._replace(least=given.most, state=State.LEFT)
         self.tell(given)
@@ -163,7 +158,7 @@ class LoggedPass:
 
     def entry(self, number: int) -> Entry:
         """Return it as others are told of it, as pass ``number``."""
-        given = self.progress
+        given = self.progress()
         batches = given.least if given.state is State.RUNNING else given.most
         name, mark = (number, self.epoch, self.begins_at, self.others), next(reversed(self.marks().items()), None)
         hashes = () if self.sketch is None else tuple(self.sketch.hashes)

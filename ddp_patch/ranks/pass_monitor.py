@@ -184,7 +184,7 @@ class PassMonitor:
         if self.forgets_looks:
             self.strike_looks()
         for made in self._passes[self._settled - self._first - 1 :]:
-            made.tell(made.progress)
+            made.tell(made.progress())
         self._passes.append(begun)
 
     def goes_on(self, begun: LoggedPass) -> None:

@@ -101,7 +101,7 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
             )
 
     def __len__(self) -> int:
-        return self._worker.share_length()
+        return self._worker.plan.remaining(self._worker.stream_length(), *self._worker.consumed)
 
     def __iter__(self) -> Iterator[T]:
         from ddp_patch.streams.worker_pass import WorkerPass  # which reads for the worker below
@@ -207,10 +207,6 @@ class StreamWorker(Generic[T]):
         """Return where pass ``number``, over an epoch, continues; None if it begins that epoch."""
         resumed, position = self.resumed or (None, None)
         return position if number == resumed and position is not None and position.epoch == epoch else None
-
-    def share_length(self) -> int:
-        """Return how many items this rank takes of the upcoming epoch; TypeError where the dataset has no length."""
-        return self.plan.remaining(self.stream_length(), *self.consumed)
 
     # ---- in a worker ----
 

@@ -98,13 +98,11 @@ class BalancedRounds:
         count: How many rounds there were.
         ends: Each rank's workers, as they take turns: how many batches each made in all; -1 where that is not known
             yet.
-        is_over: Whether all ranks came to the end.
     """
 
     def __init__(self) -> None:
         self.count: int = 0
         self.ends: Sequence[Sequence[int]] = ()
-        self.is_over: bool = False
         self._runs: list[list[Any]] = []  # what a round took, and how often: most are alike
 
     def add(self, step: Round, rank: int) -> bool:
@@ -187,7 +185,6 @@ def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str
     ahead = max(2, min(AHEAD, workers * passes.ahead))
     with opened(members, doing, carried, facts, agreed.options.timeout) as channel:
         left = yield from even_steps(own, channel, rounds, uneven, source.batches_made, ahead)
-        rounds.is_over = True
         if left and not rounds.count and current.start.is_at_epoch_start:  # the rest of an epoch may have no step
             raise NoStepsError(
                 f"A rank would make no step in an epoch: a step needs a batch for each of {len(members)} ranks, all "

@@ -147,7 +147,7 @@ def logged(made: Sequence[Made]) -> tuple[PassMonitor, list[Record]]:
             log.settle()
             records.append(log.record())
         final = Progress(given, given, state)
-        log._passes[-1].ask = lambda final=final: final  # type: ignore[misc]
+        log._passes[-1].progress = lambda final=final: final  # type: ignore[misc]
     log.settle()
     return log, [*records, log.record()]
 

@@ -169,7 +169,7 @@ def test_a_pass_counts_as_far_as_it_had_come_when_the_next_took_its_second_batch
         assert first.is_told  # the next has begun
         first.tell(Progress(batches[0], batches[0]))
         log.settle()
-        seen.append((first.progress.most, first.progress.state.name))
+        seen.append((first.progress().most, first.progress().state.name))
     assert seen == [(3, "RUNNING"), (4, "RUNNING"), (4, "LEFT"), (4, "LEFT")]
 
 
