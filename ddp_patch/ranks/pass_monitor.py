@@ -67,7 +67,6 @@ class PassMonitor:
 
     Args:
         mailbox: Where they leave each other records; None if there is nobody to compare with.
-        name: What errors call the loader.
         slack: How many batches more one rank may have in a pass.
 
     Attributes:
@@ -84,8 +83,8 @@ class PassMonitor:
         held: What the user may change in the dataset; None if nobody compares that.
     """
 
-    def __init__(self, mailbox: Mailbox | None = None, name: str = "loader", *, slack: int = 0) -> None:
-        self._name, self._slack = name, slack
+    def __init__(self, mailbox: Mailbox | None = None, *, slack: int = 0) -> None:
+        self._name, self._slack = "loader", slack
         self.mailbox: Mailbox | None = mailbox
         self.has_one_order: bool = False
         self.forgets_looks: bool = False
