@@ -121,16 +121,6 @@ class Plan:
         real = len(range(share.start, min(share.stop, n), share.step))
         return share[real:]
 
-    def real_items(self, n: int) -> list[tuple[int, int]]:
-        """Return how many items of their shares of n items are no padding, as pairs: ranks, and items of each.
-
-        Examples:
-            >>> Plan(0, 4).real_items(10)
-            [(2, 3), (2, 2)]
-        """
-        each, more = divmod(min(n, self.total(n)), self.num_replicas)
-        return [(of, items) for of, items in [(more, each + 1), (self.num_replicas - more, each)] if of]
-
     def own_and_repeated(self, n: int) -> tuple[range, range]:
         """Return the positions of this rank's own items, and of the items that its padding repeats.
 
@@ -462,17 +452,17 @@ class Schedule:
 
     def _total(self, record: BatchRecord) -> int | None:
         """Return how many samples that are not padding an undivided batch has on all ranks together."""
-        n, plan, size = self.parts[record.part].most_items, self.plan, self.batching.size
         if not self.knows_totals:
             return None
-        if self.sizes is not None and (sizes := self.sizes_of_all) is not None:  # whole batches: one for each rank
-            ranks = plan.num_replicas
-            positions = range(record.first * ranks, min((record.first + 1) * ranks, n, plan.total(n)))
-            return sum(map(sizes.__getitem__, positions)) if positions.stop <= len(sizes) else None
-        # Where shares are uneven nothing is padding, so a batch that drop_last leaves out is one with too few items.
-        least = size if self.batching.drop_last and plan.uneven == "keep" else 0
-        of_ranks = ((ranks, min(size, max(0, items - record.first))) for ranks, items in plan.real_items(n))
-        return sum(ranks * items for ranks, items in of_ranks if items >= least)
+        n, plan, size = self.parts[record.part].most_items, self.plan, self.batching.size
+        ranks, after = plan.num_replicas, record.first + size
+        if self.batching.drop_last and plan.uneven == "keep":  # left out on the ranks that have too few items for it
+            return size * max(0, min(ranks, n - (after - 1) * ranks))
+        positions = range(record.first * ranks, min(after * ranks, n, plan.total(n)))
+        if self.sizes is None or (sizes := self.sizes_of_all) is None:
+            return len(positions)
+        # Whole batches: one for each rank.
+        return sum(map(sizes.__getitem__, positions)) if positions.stop <= len(sizes) else None
 
     def keys(self, records: Iterable[BatchRecord]) -> Iterator[range]:
         """Yield, for each item that is not padding, a key by which the items of all ranks are in the stream's order.
