@@ -39,6 +39,7 @@ class ItemSource(Generic[T]):
         is_endless: Whether more is given than there is: workers find the end.
         is_in_parts: Whether several workers read a part each; False while that is unknown.
         has_own_length: Whether other ranks may have more or fewer batches.
+        digest: Takes note of what is drawn, for the ranks to compare; None if nobody compares it.
     """
 
     # Subclasses annotate again what they set: pyright asks for it.
@@ -50,6 +51,7 @@ class ItemSource(Generic[T]):
     is_endless: bool = False
     is_in_parts: bool = False
     has_own_length: bool = False
+    digest: Digest | None = None
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
@@ -57,7 +59,7 @@ class ItemSource(Generic[T]):
 
     def marks(self) -> dict[int, int]:
         """Return the digests of what was drawn, by how many items they are of; none if ranks compare none."""
-        return {}
+        return {} if self.digest is None else self.digest.marks
 
     def ends_within(self, items: int) -> bool:
         """Draw up to the end if it is at most this many items of the share away, and return whether it is.
@@ -127,6 +129,7 @@ class Indexed(ItemSource[T]):
     is_open_ended: bool = False  # the whole epoch is drawn before the first item is given
     length: int | None
     sizes: Sizes | None
+    digest: Digest | None
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class Indexed(ItemSource[T]):
         keeps_sizes: bool,
     ) -> None:
         self._drawn, self._random_context, self._plan, self._taken = drawn, random_context, plan, taken
-        self._balanced, self._digest, self._keeps_sizes = balanced, digest, keeps_sizes
+        self._balanced, self.digest, self._keeps_sizes = balanced, digest, keeps_sizes
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
@@ -168,18 +171,14 @@ class Indexed(ItemSource[T]):
         yield padding[max(0, skip - len(real)) :]
         self._finish()
 
-    def marks(self) -> dict[int, int]:
-        """Return the digests of what was drawn."""
-        return {} if self._digest is None else self._digest.marks
-
     def _drawn_order(self) -> EpochOrder:
         with self._random_context():
             order = self._drawn()
         self._draw_rest = order.finish
-        if self._digest is not None:
+        if self.digest is not None:
             spread = range(0, order.length, max(1, order.length // _LOOKED_UP))
-            self._digest.add([order.length, *order.at(spread)])
-            self._digest.end()
+            self.digest.add([order.length, *order.at(spread)])
+            self.digest.end()
         return order
 
     def _looking_at_all(self, at: Callable[[range], Sequence[T]], length: int, positions: range) -> Sequence[T]:
@@ -221,6 +220,7 @@ class Streamed(ItemSource[T]):
 
     length: int | None
     sizes: Sizes | None
+    digest: Digest | None
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class Streamed(ItemSource[T]):
         known: StreamStart | None = None,
     ) -> None:
         self._plan, self._random_context = plan, random_context
-        self._draws_ahead, self._digest = draws_ahead, digest
+        self._draws_ahead, self.digest = draws_ahead, digest
         with random_context():
             stream = begin()
         self._first: list[int] = []
@@ -251,19 +251,15 @@ class Streamed(ItemSource[T]):
             self._random_context,
             self._plan,
             rounds=None if self._draws_ahead else repeat(1),
-            digest=self._digest,
+            digest=self.digest,
         )
         for part in split_chunks(self._plan, self._chunks, self._found):
             yield part[skip:] if skip else part
             skip = max(0, skip - len(part))
 
-    def marks(self) -> dict[int, int]:
-        """Return the digests of what was drawn."""
-        return {} if self._digest is None else self._digest.marks
-
     def _found(self, length: int) -> None:
-        if self._digest is not None:
-            self._digest.end()
+        if self.digest is not None:
+            self.digest.end()
         self.length = length
 
     def ends_within(self, items: int) -> bool:
