@@ -323,27 +323,17 @@ class EpochCounter:
     """Counts epochs: the next one begins when a pass draws its first item.
 
     An iterator that draws nothing does not count. A ``DataLoader`` with workers makes such a one for each pass.
+
+    Attributes:
+        current: The latest epoch; before it has begun, the upcoming one.
+        upcoming: The epoch that the next pass will draw.
+        passes: How many passes have begun.
     """
 
     def __init__(self) -> None:
         self.current: int = 0
+        self.upcoming: int = 0
         self.passes: int = 0
-        self._begun = False
-
-    @property
-    def upcoming(self) -> int:
-        """The epoch that the next pass will draw."""
-        return self.current + self._begun
-
-    def begin(self, epoch: int) -> None:
-        """Record that a pass over ``epoch`` has begun to draw."""
-        # An iterator of an earlier epoch may come late. Keep counting from the latest.
-        self.current, self._begun = max(self.current, epoch), True
-        self.passes += 1
-
-    def set(self, epoch: int) -> None:
-        """Make ``epoch`` the upcoming one."""
-        self.current, self._begun = epoch, False
 
 
 def _python_seed(sequence: np.random.SeedSequence) -> int:

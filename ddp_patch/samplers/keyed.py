@@ -144,7 +144,14 @@ class CountingSampler(Sampler[T]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one."""
-        self.epochs.set(whole("epoch", epoch, 0, "an epoch's order is derived from its number"))
+        number = whole("epoch", epoch, 0, "an epoch's order is derived from its number")
+        self.epochs.current = self.epochs.upcoming = number
+
+    def _begin_epoch(self) -> int:
+        """Begin the next epoch, and return which one it is."""
+        self.epochs.current = self.epochs.upcoming
+        self.epochs.upcoming += 1
+        return self.epochs.current
 
 
 class KeyedSampler(CountingSampler[T]):
@@ -186,9 +193,9 @@ class KeyedSampler(CountingSampler[T]):
 
     def _parts(self) -> Iterator[Sequence[T]]:
         """Yield a pass in parts, and draw nothing before the first item is asked for, as torch's samplers do."""
-        self.epochs.begin(self.epochs.upcoming)
+        epoch = self._begin_epoch()
         if self.seed is not None:
-            at = self._epoch(self.seed, self.epochs.current)
+            at = self._epoch(self.seed, epoch)
         else:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             at = self._order(shuffle_key(int(drawn), 0))
@@ -392,8 +399,7 @@ class IterationBatchSampler(CountingSampler[list[int]]):
         return self.num_iterations - self.start_iteration
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.epochs.begin(self.epochs.upcoming)
-        yield from islice(self._batches(self.epochs.current, self.start_iteration), len(self))
+        yield from islice(self._batches(self._begin_epoch(), self.start_iteration), len(self))
 
     def _batches(self, training: int, left_out: int) -> Iterator[list[int]]:
         """Yield a training's batches without end, and leave out the first ones."""

@@ -176,13 +176,15 @@ class Passes(Generic[T]):
         self.latest = None
         self._was_chosen = True
         self.monitor.strike_looks()
-        self.epochs.set(number)
+        self.epochs.current = self.epochs.upcoming = number
 
     def _finish_latest(self) -> None:
         """Let the latest pass count as drawn to its end, where that makes a difference; see ``SamplerStates``."""
 
     def _note_begun(self, current: Pass[T]) -> None:
-        """Record a pass that begins; it takes the position that was loaded."""
+        """Record a pass that begins to draw; it takes the position that was loaded."""
+        self.epochs.current, self.epochs.upcoming = current.epoch, current.epoch + 1
+        self.epochs.passes += 1
         self.latest, self.position = current, None
 
     def note_running(self, current: Pass[T]) -> None:

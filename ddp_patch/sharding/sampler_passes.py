@@ -199,7 +199,6 @@ class SamplerPasses(Passes[T]):
         )
         if start.is_ended:
             current.end()
-        self.epochs.begin(number)
         self._note_begun(current)
         self._was_chosen = False
         return current

@@ -217,7 +217,6 @@ class StreamPasses(Passes[None]):
         if start.is_within_pass:
             # A loader may have drawn from them since.
             self.sampler_states.restore_generators(start.states.generators)
-        self.epochs.begin(epoch)
         self.worker.shared.begin(number, epoch)
         if self.position is None:
             self.forget_resumed()

@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from ddp_patch.orders.digest import Digest
-from ddp_patch.orders.random_states import EpochCounter
 from ddp_patch.ranks.log import LoggedPass, Progress, Record, State
 from ddp_patch.ranks.pass_monitor import PassMonitor
 
@@ -38,24 +37,24 @@ class Rank:
     """Runs a program; tells after each step the log and every record that another rank may have read by then."""
 
     def __init__(self, *, takes_looks: bool = False) -> None:
-        self.log, self.epochs, self.takes_looks = PassMonitor(), EpochCounter(), takes_looks
+        self.log, self.upcoming, self.takes_looks = PassMonitor(), 0, takes_looks
         self.records: list[Record] = []
 
     def runs(self, program: Sequence[Iterates]) -> Iterator[None]:
         for does in program:
             if does.restores:
                 self.log.cut_off()
-                self.epochs.set(0)
+                self.upcoming = 0
             if does.epoch is not None:
                 for _ in range(does.looks if self.takes_looks else 0):
                     yield from self.iterates(1)
                 self.log.strike_looks()
-                self.epochs.set(does.epoch)
+                self.upcoming = does.epoch
             yield from self.iterates(does.steps, does.nested)
 
     def iterates(self, steps: int, nested: int = 0) -> Iterator[None]:
-        given, state, epoch, digest = 0, State.RUNNING, self.epochs.upcoming, Digest()
-        self.epochs.begin(epoch)
+        given, state, epoch, digest = 0, State.RUNNING, self.upcoming, Digest()
+        self.upcoming += 1
         begun = LoggedPass(epoch, "0", lambda: Progress(given, given, state), lambda: digest.marks)
         self.log.add(begun)
         yield from self.publishes()
