@@ -70,14 +70,16 @@ class Cost:
         self.length: int | None = None if callable(values) else len(self._each)
 
     @property
-    def described(self) -> str:
-        """What must be the same on every rank: the numbers, or the function's name."""
+    def described(self) -> dict[str, object]:
+        """What must be the same on every rank, by name: of the numbers their digest, of a function its name."""
         function = self.function
         if function is not None:
             kind = type(function)
             name = getattr(function, "__qualname__", kind.__qualname__)
-            return f"function {getattr(function, '__module__', kind.__module__)}.{name}"
-        return f"{self.length} numbers, {hashlib.blake2b(self._each.tobytes(), digest_size=16).hexdigest()}"
+            values = f"function {getattr(function, '__module__', kind.__module__)}.{name}"
+        else:
+            values = f"{self.length} numbers, {hashlib.blake2b(self._each.tobytes(), digest_size=16).hexdigest()}"
+        return {"cost": values, "cost_of": self.of_batch, "cost_window": self.window}
 
     def of(self, items: Sequence[Any] | NDArray[Any], *, are_batches: bool = False) -> NDArray[np.float64]:
         """Return what each of some items of a stream costs: indices, or batches of indices.

@@ -30,7 +30,7 @@ from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broa
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import RepeatedPasses
-from ddp_patch.sharding.refusals import costs_compared, require_shareable, unit_shared
+from ddp_patch.sharding.refusals import require_shareable, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler, describe_share
 from ddp_patch.walks import Nest
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
@@ -292,7 +292,7 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
         claim = None if is_believed else claim_of(facts)
         return Subject(facts.described, None, facts.made_for, place, claim)
-    compared = {**facts.described, **costs_compared(options)}
+    compared = {**facts.described, **({"cost": "none"} if options.costs is None else options.costs.described)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
     if splits_itself:
         compared |= held_for_workers(facts)

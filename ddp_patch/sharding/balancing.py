@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,8 +22,7 @@ from ddp_patch.orders.chunks import copied_items
 from ddp_patch.orders.digest import Digest, number_of
 from ddp_patch.orders.orders import EpochOrder, in_blocks
 from ddp_patch.orders.random_states import Seed, balancing_key
-from ddp_patch.positions_and_padding import Batching, Consumed, Plan
-from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.positions_and_padding import Consumed, Plan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -181,20 +180,10 @@ class Balancer:
     are_batches: bool
     seed: Seed
 
-    @classmethod
-    def of(cls, agreed: Agreed, batching: Batching, *, are_batches: bool) -> Self | None:
-        """Return how a stream is balanced; None if it is not."""
-        options = agreed.options
-        if options.costs is None:
-            return None
-        return cls(options.costs, batching.size, are_batches, agreed.seed)
-
     @property
     def described(self) -> dict[str, object]:
         """What the order follows from, by the names under which states keep it."""
-        return {"cost": self.costs.described, "cost_of": self.costs.of_batch, "cost_window": self.costs.window} | (
-            {} if self.are_batches else {"batch_size": self.size}
-        )
+        return self.costs.described | ({} if self.are_batches else {"batch_size": self.size})
 
     def width(self, ranks: int) -> int:
         """Return how many items a window has for this many ranks."""

@@ -190,7 +190,7 @@ class Pass(WatchedPass, Generic[T]):
         self.skip: int = skip
         self.items_given: int = skip
         self._run: Iterator[T] = iter(())
-        self.drawn: State = State.NEW
+        self.drawn: State = State.ENDED if start.is_ended else State.NEW
         self._passes, self._sizes, self._divide = passes, sizes, divide
         self._has_noted_length = False
 
@@ -210,10 +210,6 @@ class Pass(WatchedPass, Generic[T]):
     def is_ended(self) -> bool:
         """Whether all items were given."""
         return self.drawn is State.ENDED
-
-    def end(self) -> None:
-        """Record that there are no more items."""
-        self.drawn = State.ENDED
 
     @property
     def is_over(self) -> bool:
@@ -263,7 +259,7 @@ class Pass(WatchedPass, Generic[T]):
                 self.items_given += len(items)
                 self._run = run = iter(items)
                 yield from self._compared(run) if self._monitor.is_on else [run]
-            self.end()
+            self.drawn = State.ENDED
             self._passes.sampler_states.end(self.epoch)
             if self.batches_delivered is None:
                 self._compare(at_end=True)

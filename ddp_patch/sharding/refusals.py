@@ -31,7 +31,6 @@ from ddp_patch.validation import counted
 from ddp_patch.walks import stored
 
 __all__ = [
-    "costs_compared",
     "require_costs",
     "require_index",
     "require_one_of_each",
@@ -114,14 +113,6 @@ def require_one_of_each(facts: LoaderFacts[Any], costs: Cost) -> None:
             f"cost= has {counted(costs.length, 'number')} and {type(facts.dataset).__name__} has "
             f"{counted(n, 'sample')}. Pass one number for each index of loader.dataset, in order."
         )
-
-
-def costs_compared(options: Options) -> dict[str, object]:
-    """Return what must be the same on every rank about a loader's costs, by name."""
-    costs = options.costs
-    if costs is None:
-        return {"cost": "none"}
-    return {"cost": costs.described, "cost_of": costs.of_batch, "cost_window": costs.window}
 
 
 def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -> None:

@@ -71,7 +71,8 @@ class SamplerPasses(Passes[T]):
         *,
         are_batches: bool,
     ) -> None:
-        balancer = Balancer.of(agreed, batching, are_batches=are_batches)
+        costs = agreed.options.costs
+        balancer = None if costs is None else Balancer(costs, batching.size, are_batches, agreed.seed)
         facts = {
             "shared by": wrapper,
             "shuffle_samples_between_gpus": shuffles,
@@ -118,13 +119,8 @@ class SamplerPasses(Passes[T]):
         return look(generators, seed=self.agreed.seed.value, epoch=epoch)
 
     @property
-    def _has_order(self) -> bool:
-        """Whether the order of an epoch is known without iterating the sampler."""
-        return has_order(self.sampler)
-
-    @property
     def _order_is_drawn(self) -> bool:
-        return self._has_order and not has_computed_order(self.sampler)
+        return has_order(self.sampler) and not has_computed_order(self.sampler)
 
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
@@ -197,8 +193,6 @@ class SamplerPasses(Passes[T]):
             sizes=Sizes() if self.keeps_sizes or self._are_batches or self.batch_plan is not None else None,
             divide=None if self.batch_plan is None else partial(part_of_batch, plan=self.batch_plan, name=self.name),
         )
-        if start.is_ended:
-            current.end()
         self._note_begun(current)
         self._was_chosen = False
         return current
@@ -286,7 +280,7 @@ class SamplerPasses(Passes[T]):
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
         is_arranged = self.shuffles or self._gives_runs
-        return self._has_order and not is_arranged and self.agreed.options.order != "leader"
+        return has_order(self.sampler) and not is_arranged and self.agreed.options.order != "leader"
 
     def note_length(self, current: Pass[T], length: int) -> None:
         """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
