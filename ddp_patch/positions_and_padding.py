@@ -14,7 +14,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from ddp_patch.errors import NoStepsError
@@ -243,12 +242,6 @@ class Sizes:
 
     def __getitem__(self, number: int) -> int:
         return self._sizes[bisect_right(self._ends, number)]
-
-    def __iter__(self) -> Iterator[int]:
-        begins = chain([0], self._ends)
-        return chain.from_iterable(
-            repeat(size, end - begin) for size, begin, end in zip(self._sizes, begins, self._ends, strict=False)
-        )
 
 
 def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:

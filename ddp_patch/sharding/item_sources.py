@@ -159,8 +159,11 @@ class Indexed(ItemSource[T]):
         padding = at(repeated) if repeated else []  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
-        self.sizes = _sizes_in(order, taken)
-        if self.sizes is None and self._keeps_sizes:
+        if order.sizes is not None:
+            self.sizes = Sizes()
+            for size, batches in order.sizes(range(taken, order.length)):
+                self.sizes.add(size, batches)
+        elif self._keeps_sizes:
             self.sizes = Sizes()
             self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
             at = partial(self._looking_at_all, at, length)
@@ -296,16 +299,6 @@ def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None
                 "give it a state_dict(), or put back what it draws from before you restore the state."
             )
         yield item
-
-
-def _sizes_in(order: EpochOrder, taken: int) -> Sizes | None:
-    """Return how many samples each item after some has, if the order shows it."""
-    if order.sizes is None:
-        return None
-    sizes = Sizes()
-    for size, batches in order.sizes(range(taken, order.length)):
-        sizes.add(size, batches)
-    return sizes
 
 
 def _items_from(order: EpochOrder, taken: int, positions: range) -> Sequence[Any]:
