@@ -12,6 +12,7 @@ from ddp_patch.orders.chunks import Drawn, copied_items, split_chunks
 from ddp_patch.orders.digest import Digest, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
+from ddp_patch.ranks.log import Marks
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Piece", "Streamed", "in_pieces"]
@@ -57,9 +58,11 @@ class ItemSource(Generic[T]):
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
         return iter(())
 
-    def marks(self) -> dict[int, int]:
-        """Return the digests of what was drawn, by how many items they are of; none if ranks compare none."""
-        return {} if self.digest is None else self.digest.marks
+    @property
+    def marks(self) -> Marks:
+        """What tells the digests of what was drawn, and does not keep what draws it."""
+        marks = {} if self.digest is None else self.digest.marks
+        return lambda: marks
 
     def ends_within(self, items: int) -> bool:
         """Draw up to the end if it is at most this many items of the share away, and return whether it is.

@@ -20,6 +20,7 @@ from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.orders.digest import END
 from ddp_patch.positions_and_padding import Consumed, Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.log import Marks
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.passes import Pass
@@ -374,7 +375,12 @@ class StreamSource(ItemSource[None]):
             for of_reader, count, length, end in zip(values, made, read, ends, strict=True)
         ]
 
-    def marks(self) -> dict[int, int]:
+    @property
+    def marks(self) -> Marks:
+        """What tells the digests that workers have reported."""
+        return self._marks
+
+    def _marks(self) -> dict[int, int]:
         """Return the digests of all workers by their counts; none before it is known whether they read parts.
 
         Where they do, that of all at a count is the hash of theirs. Where a part ended before a count, its end counts:

@@ -1,13 +1,14 @@
 """Logs of the passes that ranks make, compared without waiting: what is found, and what is no contradiction."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from messages import assert_tells
 from quick import run_each, run_ranks, said
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from zoo import Indices, as_it_is
 
 from ddp_patch import patch_dataloader_to_ddp
@@ -48,6 +49,32 @@ def given_by_hand(rank: int, world_size: int) -> list[str]:
     return told
 
 
+class Told(Sampler[int]):
+    """A sampler of indices without end, that tells when the generator of a pass ends."""
+
+    ended: ClassVar[list[int]] = []  # this process's, also of copies
+
+    def __init__(self) -> None:
+        self.begun: int = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        number = self.begun
+        try:
+            yield from cycle(range(N))
+        finally:
+            self.ended.append(number)
+
+
+def leaves_passes(rank: int, world_size: int) -> list[list[int]]:
+    """Break passes off; return which of a sampler's generators have ended, each time when a pass has begun."""
+    train, found = patch_dataloader_to_ddp(DataLoader(Indices(N), sampler=Told(), batch_size=4)), []
+    for _ in range(4):
+        next(iter(train))
+        found.append([*Told.ended])
+    return found
+
+
 def outlives_its_group(rank: int, world_size: int) -> None:
     """Rank 0 looks at a batch of it and of a copy; nobody is told of it once the group is gone."""
     alone = patch_dataloader_to_ddp(given())
@@ -59,8 +86,10 @@ def outlives_its_group(rank: int, world_size: int) -> None:
     whole(alone)
 
 
-def test_worlds_given_by_hand_are_held_to_the_process_group_and_a_loader_outlives_it() -> None:
-    for told in run_each(4, given_by_hand, outlives_its_group)[0]:
+def test_worlds_given_by_hand_are_held_to_the_group_and_neither_passes_nor_it_are_kept() -> None:
+    told_by_hand, of_passes, _ = run_each(4, given_by_hand, leaves_passes, outlives_its_group)
+    assert of_passes == [[[], [1], [1, 2], [1, 2, 3]]] * 4  # as one process ends them
+    for told in told_by_hand:
         for message, (_, facts) in zip(told, BY_HAND, strict=True):
             assert message.startswith("nothing") != bool(facts), message
             if facts:
