@@ -7,14 +7,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from audit_setups import Untouchable
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Subset,
-    random_split,
-)
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset, random_split
 
 N, WORLD = 104, 4
 NAMES = [f"{number}.jpg" for number in range(N)]

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import StreamLengthError

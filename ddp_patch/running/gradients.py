@@ -17,12 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_patch.compat.private_torch import (
-    backward_in_progress,
-    has_gradient_hooks,
-    operation_number,
-    operations_so_far,
-)
+from ddp_patch.compat.private_torch import backward_in_progress, has_gradient_hooks, operation_number, operations_so_far
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas

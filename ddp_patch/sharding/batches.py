@@ -10,12 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.private_torch import RUNNING_ITERATOR, AroundIterator, BatchesOf, has_own_iteration, is_end
-from ddp_patch.errors import (
-    DDPPatchError,
-    NotPatchedError,
-    StateError,
-    UnsupportedLoaderError,
-)
+from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use

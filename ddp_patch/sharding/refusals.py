@@ -16,13 +16,7 @@ from ddp_patch.compat.private_torch import has_own_iteration, has_thread_workers
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
-from ddp_patch.loaders.recognition import (
-    ignores_index,
-    ignores_samplers,
-    line_for_inner,
-    nested_datasets,
-    streams_in,
-)
+from ddp_patch.loaders.recognition import ignores_index, ignores_samplers, line_for_inner, nested_datasets, streams_in
 from ddp_patch.options import Options, Share
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching, Plan, require_steps
 from ddp_patch.ranks.world import World

@@ -11,12 +11,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_patch.compat.private_packages import loses_items_when_loaded
-from ddp_patch.compat.private_torch import (
-    WorkerInfo,
-    noted_worker_info,
-    rank_noted,
-    worker_info_told,
-)
+from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.orders.digest import fingerprint

@@ -17,13 +17,7 @@ from quick import run_ranks
 from torch.utils.data import ChainDataset, DataLoader
 from zoo import N, assert_shared_exactly, seed_ambient
 
-from ddp_patch import (
-    DDPPatchError,
-    check_loaders_is_patched,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import DDPPatchError, check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.compat.private_packages import loses_items_when_loaded
 from ddp_patch.loaders.contents import chosen_samples
 

@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
-from ddp_patch import (
-    patch_dataloader_to_ddp,
-)
+from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 
 # predict() loses the sampler of an iterable dataset.

@@ -16,13 +16,7 @@ from quick import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from zoo import assert_shared_exactly, seed_ambient
 
-from ddp_patch import (
-    check_loaders_is_patched,
-    gather_in_order,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import check_loaders_is_patched, gather_in_order, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.integrations.accelerate import prepare_patched
 

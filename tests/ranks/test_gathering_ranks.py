@@ -20,13 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.utils.data import DataLoader
 from zoo import BY_NAME, N, loader, seed_ambient, units
 
-from ddp_patch import (
-    DDPPatchError,
-    gather_in_order,
-    gather_step,
-    iter_with_mask,
-    patch_dataloader_to_ddp,
-)
+from ddp_patch import DDPPatchError, gather_in_order, gather_step, iter_with_mask, patch_dataloader_to_ddp
 from ddp_patch.errors import MissingRanksError, RankMismatchError, message_of
 from ddp_patch.evaluation import gather
 from ddp_patch.positions_and_padding import Plan

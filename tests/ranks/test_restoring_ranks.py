@@ -7,12 +7,7 @@ from messages import assert_tells
 from quick import run_ranks
 from zoo import loader
 
-from ddp_patch import (
-    DDPPatchError,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import DDPPatchError, loader_state, patch_dataloader_to_ddp, restore_loader
 
 
 def refused(rank: int, world_size: int) -> list[str]:

@@ -9,12 +9,7 @@ import torch.distributed as dist
 from messages import Words, assert_tells
 from quick import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    Sampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from zoo import Indices, N
 
 from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp

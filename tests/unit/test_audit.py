@@ -15,12 +15,7 @@ import pytest
 import torch
 from audit_setups import N, Untouchable
 from messages import Words, missing, raises
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    Subset,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 from trying import over_in_turn
 from zoo import ALL_KINDS, BY_NAME, Kind, draw_ambient, loader, seed_ambient
 

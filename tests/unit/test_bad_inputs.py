@@ -36,14 +36,7 @@ from ddp_patch import (
 from ddp_patch.__main__ import loaded
 from ddp_patch.auditing import audit
 from ddp_patch.auditing.commands import commands
-from ddp_patch.errors import (
-    DDPPatchWarning,
-    InvalidOptionError,
-    NotALoaderError,
-    StateError,
-    WorldError,
-    message_of,
-)
+from ddp_patch.errors import DDPPatchWarning, InvalidOptionError, NotALoaderError, StateError, WorldError, message_of
 from ddp_patch.testing import run_ranks
 
 E: dict[str, Any] = {"rank": 0, "num_replicas": 2}

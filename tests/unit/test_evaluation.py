@@ -12,20 +12,7 @@ import torch.distributed as dist
 from messages import raises
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from trying import WORLDS, over_in_turn, patched
-from zoo import (
-    BY_NAME,
-    KINDS,
-    STEPS,
-    Indices,
-    Kind,
-    N,
-    Source,
-    as_it_is,
-    in_turns,
-    loader,
-    out_of_order,
-    units,
-)
+from zoo import BY_NAME, KINDS, STEPS, Indices, Kind, N, Source, as_it_is, in_turns, loader, out_of_order, units
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
@@ -37,13 +24,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.errors import (
-    NotALoaderError,
-    NotPatchedError,
-    OutputsError,
-    UnsupportedLoaderError,
-    WorldError,
-)
+from ddp_patch.errors import NotALoaderError, NotPatchedError, OutputsError, UnsupportedLoaderError, WorldError
 from ddp_patch.options import Uneven
 from ddp_patch.positions_and_padding import Plan
 

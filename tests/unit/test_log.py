@@ -13,16 +13,7 @@ from zoo import Indices, N, as_it_is
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
 from ddp_patch.orders.digest import Digest
 from ddp_patch.ranks import pass_monitor
-from ddp_patch.ranks.log import (
-    VERSION,
-    Entry,
-    LoggedPass,
-    Progress,
-    Record,
-    State,
-    record_of,
-    text_of,
-)
+from ddp_patch.ranks.log import VERSION, Entry, LoggedPass, Progress, Record, State, record_of, text_of
 from ddp_patch.ranks.pass_monitor import PassMonitor
 
 

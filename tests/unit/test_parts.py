@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from iterables import (
-    AsksLate,
-    Shards,
-    SizedShards,
-)
+from iterables import AsksLate, Shards, SizedShards
 from messages import raises
 from parts import assert_parts_are_shared, epoch, loader_of, ranks, share
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
