@@ -31,7 +31,4 @@ class CustomMetadataHook(MetadataHookInterface):
         """Set the readme."""
         text = Path(self.root, "README.md").read_text()
         source = os.environ.get("DDP_PATCH_SOURCE")
-        metadata["readme"] = {
-            "content-type": "text/markdown",
-            "text": standing_alone(text, source) if source else text,
-        }
+        metadata["readme"] = {"content-type": "text/markdown", "text": standing_alone(text, source) if source else text}

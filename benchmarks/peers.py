@@ -245,10 +245,7 @@ def recording(kind: Kind, draws: list[Draw]) -> Iterator[None]:
         return record(begin(self), name, draws[-1])
 
     # This package looks torch's own orders up instead of iterating: what iterating would give is recorded then.
-    with (
-        patch.object(type(sampler), "__iter__", recorded),
-        patch.object(sampler_passes, "order_of", iterated_first),
-    ):
+    with patch.object(type(sampler), "__iter__", recorded), patch.object(sampler_passes, "order_of", iterated_first):
         yield
 
 

@@ -328,10 +328,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=8, help="the largest n, as a power of ten, from 5 to 8")
     parser.add_argument("--repeats", type=int, default=3, help="how often each case is repeated")
     parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=("peers", "samplers", "scalable", "streams"),
-        help="measure these tables alone",
+        "--only", nargs="+", choices=("peers", "samplers", "scalable", "streams"), help="measure these tables alone"
     )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -19,15 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "END",
-    "Digest",
-    "fingerprint",
-    "mark_counts",
-    "next_mark",
-    "number_of",
-    "number_or_zero",
-]
+__all__ = ["END", "Digest", "fingerprint", "mark_counts", "next_mark", "number_of", "number_or_zero"]
 
 # How many elements of such a list are looked at.
 _ELEMENTS = 8

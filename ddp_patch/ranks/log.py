@@ -230,10 +230,7 @@ _LOOK_ALIKE = (
 )
 # What a rank did whose pass is over, and what to do.
 _OVER = {
-    State.LEFT: (
-        "left",
-        f"Let every rank break after the same batch: all-reduce the decision to stop. {_LOOK_ALIKE}",
-    ),
+    State.LEFT: ("left", f"Let every rank break after the same batch: all-reduce the decision to stop. {_LOOK_ALIKE}"),
     State.ENDED: (
         "came to the end of",
         "Give every rank equally many batches: skip an unreadable item on all of them or raise an error.",

@@ -208,13 +208,7 @@ class Balancer:
         return balance_window(costs, ranks, self.size, self.costs.of_batch, key)
 
 
-def balanced_stream(
-    balancer: Balancer,
-    epoch: int,
-    before: Consumed,
-    ranks: int,
-    stream: Iterator[T],
-) -> Iterator[T]:
+def balanced_stream(balancer: Balancer, epoch: int, before: Consumed, ranks: int, stream: Iterator[T]) -> Iterator[T]:
     """Return the rest of a stream, balanced for the present number of ranks.
 
     A window is drawn as soon as its first item is asked for. If other numbers of ranks have taken a part, the stream is
@@ -242,12 +236,7 @@ def _balanced(stream: Iterator[T], balancer: Balancer, ranks: int, epoch: int, s
 
 
 def balanced_order(
-    balancer: Balancer,
-    ranks: int,
-    epoch: int,
-    order: EpochOrder,
-    begin: int,
-    digest: Digest | None,
+    balancer: Balancer, ranks: int, epoch: int, order: EpochOrder, begin: int, digest: Digest | None
 ) -> EpochOrder:
     """Return an order, balanced for this many ranks.
 

@@ -122,10 +122,7 @@ class SamplerPasses(Passes[T]):
             return self._facts
         # Rows may have been added since the patch. A pass that has begun has those that were there then.
         length = None if latest is None or latest.is_ended else latest.items_of_epoch
-        return {
-            **self._facts,
-            "sampler length": self.stream_length(self.epochs.upcoming) if length is None else length,
-        }
+        return {**self._facts, "sampler length": self.stream_length(self.epochs.upcoming) if length is None else length}
 
     def snapshot(self) -> States:
         """Return what the samplers hold now: generators, states and counters."""

@@ -9,11 +9,7 @@ from documented import CHECKOUT, run_command
 from quick import run_script, soaked
 
 FOLDER = CHECKOUT / "docs" / "examples" / "frameworks"
-CHECKPOINTS = {
-    "lightning_callback": "step=5.ckpt",
-    "hf_mixin": "checkpoint-5",
-    "ignite_attached": "trainer_5.pt",
-}
+CHECKPOINTS = {"lightning_callback": "step=5.ckpt", "hf_mixin": "checkpoint-5", "ignite_attached": "trainer_5.pt"}
 TRAIN = ["accelerate_loop", "fsdp", "torchdata_stateful"]
 # What imports for long is patched in CI by the frameworks' own tests alone.
 SOAKED = ["hf_datasets", "lightning_fabric", "pyg"]

@@ -132,11 +132,7 @@ class Numbers(IterableDataset[Any]):
 
 @pytest.mark.parametrize(
     ("in_parts", "options"),
-    [
-        (False, {}),
-        (True, {"num_workers": 2}),
-        soaked(False, {"num_workers": 2, "persistent_workers": True}),
-    ],
+    [(False, {}), (True, {"num_workers": 2}), soaked(False, {"num_workers": 2, "persistent_workers": True})],
 )
 def test_a_stream_resumes_on_another_number_of_ranks(in_parts: bool, options: dict[str, Any]) -> None:
     def on(ranks: int) -> list[Any]:

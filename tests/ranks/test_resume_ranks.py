@@ -55,10 +55,7 @@ def plan(kind: str, folder: Path) -> dict[str, list[Launch]]:
     last = rng.choice([world for world in range(2, 5) if world != worlds[-1]])
     return {
         "whole": [launched(folder / "whole", kind, 2, [])],
-        "one": [
-            launched(folder / "one", kind, 2, deaths(rng, 2, IN_ONE_WORLD)),
-            launched(folder / "one", kind, 2, []),
-        ],
+        "one": [launched(folder / "one", kind, 2, deaths(rng, 2, IN_ONE_WORLD)), launched(folder / "one", kind, 2, [])],
         "others": [*changing, launched(folder / "others", kind, last, [])],
     }
 

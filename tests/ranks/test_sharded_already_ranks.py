@@ -79,10 +79,7 @@ CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
     "made for this world": (lambda rank, ranks: over(Made(rank, ranks)), SAME),
     "made for a larger one": (
         lambda rank, ranks: over(Made(rank, 2 * ranks)),
-        [
-            ("not for these 2 ranks", "rank 0 of 4 on rank 0", "rank 1 of 4 on rank 1"),
-            ("own rank", "process_group="),
-        ],
+        [("not for these 2 ranks", "rank 0 of 4 on rank 0", "rank 1 of 4 on rank 1"), ("own rank", "process_group=")],
     ),
     "made for one process": (lambda rank, ranks: over(Made(0, 1)), ["patched"]),
     "of the same seed": (lambda rank, ranks: over(DistributedSampler(Indices(), ranks, rank, seed=117)), SAME),

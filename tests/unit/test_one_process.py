@@ -181,10 +181,7 @@ class Meeting:
 
 def test_parameters_that_differ_are_named() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    for sums, told in (
-        ([], ""),
-        ([[0], [1], [1]], r"parameter 0, of shape \(1,\), between rank 0"),
-    ):
+    for sums, told in (([], ""), ([[0], [1], [1]], r"parameter 0, of shape \(1,\), between rank 0")):
         replicas = Replicas(cast(Any, Meeting(sums)), print)
         replicas.add(optimizer, sync_batchnorm=False)
         if told:

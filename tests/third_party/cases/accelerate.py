@@ -14,9 +14,7 @@ def prepared(world: World) -> Any:
 
 CASES = [
     Case(
-        "accelerate",
-        "`SeedableRandomSampler`",
-        lambda world: drawn_by(SeedableRandomSampler(Numbers(), data_seed=5)),
+        "accelerate", "`SeedableRandomSampler`", lambda world: drawn_by(SeedableRandomSampler(Numbers(), data_seed=5))
     ),
     Case("accelerate", "`accelerator.prepare(loader)`", prepared, Fate.AS_IT_IS, on_ranks=True, repeats=True),
 ]

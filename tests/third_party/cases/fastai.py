@@ -18,6 +18,4 @@ def torchs(outer: Any, options: dict[str, Any]) -> Any:
     return patch_dataloader_to_ddp(DataLoader(outer.dataset, batch_size=outer.bs, shuffle=outer.shuffle), **options)
 
 
-CASES = [
-    Case("fastai", "`DataLoader`", own, Fate.REFUSED, remedy=torchs, told="torch.utils.data.DataLoader"),
-]
+CASES = [Case("fastai", "`DataLoader`", own, Fate.REFUSED, remedy=torchs, told="torch.utils.data.DataLoader")]

@@ -48,10 +48,7 @@ def streamed_by_torch(world: World) -> Any:
 def of_torch(loader: Any, options: dict[str, Any]) -> Any:
     """The refusal's remedy: torch's loader of the same dataset."""
     made = DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        loader.dataset, batch_size=loader.batch_size, num_workers=loader.num_workers, collate_fn=loader.collate_fn
     )
     return patch_dataloader_to_ddp(made, **options)
 

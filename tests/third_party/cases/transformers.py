@@ -14,9 +14,6 @@ def distributed(world: World) -> DistributedLengthGroupedSampler:
 CASES = [
     Case("transformers", "`LengthGroupedSampler`", lambda world: drawn_by(LengthGroupedSampler(4, lengths=LENGTHS))),
     Case(
-        "transformers",
-        "`DistributedLengthGroupedSampler`",
-        lambda world: drawn_by(distributed(world)),
-        Fate.AS_IT_IS,
+        "transformers", "`DistributedLengthGroupedSampler`", lambda world: drawn_by(distributed(world)), Fate.AS_IT_IS
     ),
 ]

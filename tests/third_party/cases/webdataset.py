@@ -81,11 +81,7 @@ def refused(name: str, make: Any, remedy: Any, told: str = "webdataset.WebDatase
 
 CASES = [
     Case("webdataset", "`WebDataset(nodesplitter=None)`", unsplit),
-    Case(
-        "webdataset",
-        "`WebDataset(nodesplitter=None)` with 2 workers",
-        lambda world: unsplit(world, num_workers=2),
-    ),
+    Case("webdataset", "`WebDataset(nodesplitter=None)` with 2 workers", lambda world: unsplit(world, num_workers=2)),
     Case("webdataset", "`WebDataset(nodesplitter=None)` on ranks", unsplit, on_ranks=True),
     Case("webdataset", "`WebDataset(nodesplitter=split_by_node)`", split_by_node, Fate.AS_IT_IS, on_ranks=True),
     Case("webdataset", "`WebDataset` in a world given by hand", single_node),
