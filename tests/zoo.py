@@ -89,11 +89,10 @@ def by_all() -> int:
     return (by_torch() + by_numpy() + by_python()) % N
 
 
-class EpochSeeded(Sampler[int]):
+class ShufflesByEpoch:
     """Shuffles by a generator of its own, as samplers with ``set_epoch`` do."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
+    epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -103,6 +102,11 @@ class EpochSeeded(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.default_rng(self.epoch).permutation(N).tolist())
+
+
+class EpochSeeded(ShufflesByEpoch, Sampler[int]):
+    def __init__(self) -> None:
+        self.epoch = 0
 
 
 class PKBatches(Sampler[list[int]]):
@@ -299,6 +303,19 @@ class Bare:
         return (item for item in self.items if item is not None)
 
 
+class Broken(Indices):
+    """Raises an error for one index."""
+
+    def __init__(self, index: int, error: Exception | None = None) -> None:
+        super().__init__(N)
+        self.index, self.error = index, error or ValueError("this one is broken")
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.index:
+            raise self.error
+        return index
+
+
 class Source(IterableDataset[int]):
     """A stream of n items, which splits itself over workers or not, and shuffles with the global states or not."""
 
@@ -314,19 +331,8 @@ class Source(IterableDataset[int]):
         return islice(items, info.id, None, info.num_workers) if self.splits and info else iter(items)
 
 
-class EpochSource(IterableDataset[int]):
+class EpochSource(ShufflesByEpoch, IterableDataset[int]):
     """A stream that shuffles by its own set_epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return N
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.default_rng(self.epoch).permutation(N).tolist())
 
 
 class Logged(DataLoader[Any]):

@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from itertools import cycle
-from typing import Any, ClassVar
+from itertools import count, cycle
+from typing import Any
 
 import torch.distributed as dist
 from messages import assert_tells
@@ -52,14 +52,10 @@ def given_by_hand(rank: int, world_size: int) -> list[str]:
 class Told(Sampler[int]):
     """A sampler of indices without end, that tells when the generator of a pass ends."""
 
-    ended: ClassVar[list[int]] = []  # this process's, also of copies
-
-    def __init__(self) -> None:
-        self.begun: int = 0
+    begun, ended = count(1), list[int]()  # this process's, also of copies
 
     def __iter__(self) -> Iterator[int]:
-        self.begun += 1
-        number = self.begun
+        number = next(self.begun)
         try:
             yield from cycle(range(N))
         finally:

@@ -306,10 +306,7 @@ def test_the_last_line_is_of_the_error_itself_whatever_it_is_derived_from_or_quo
     assert message_of(ValueError(TEXT)) == TEXT
 
 
-WARNINGS = [kind for kind in CLASSES if issubclass(kind, Warning)]
-
-
-@pytest.mark.parametrize("kind", WARNINGS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if issubclass(kind, Warning)])
 def test_a_warning_is_filtered_by_its_own_words(kind: type[Warning]) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

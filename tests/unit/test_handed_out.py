@@ -18,7 +18,7 @@ import quick  # noqa: F401 - so the fork server's workers find imported what the
 from messages import raises
 from resumed import RESUMED, of
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from zoo import Indices, N, Source, as_it_is, out_of_order
+from zoo import Broken, Indices, N, Source, as_it_is, out_of_order
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
@@ -69,19 +69,6 @@ def test_a_pass_that_goes_on_after_set_epoch_still_counts(options: Any) -> None:
     restore_loader(loader, state)
     next(iterator)
     assert loader_state(loader) == state
-
-
-class Broken(Indices):
-    """Raises for one index."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(N)
-        self.index = index
-
-    def __getitem__(self, index: int) -> int:
-        if index == self.index:
-            raise ValueError("this one is broken")
-        return index
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=["no workers", "workers"])

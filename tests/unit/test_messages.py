@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from messages import Words, assert_tells, raises
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from zoo import Indices, N, as_it_is, loader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from zoo import Broken, Indices, N, Source, as_it_is, loader
 
 from ddp_patch import DDPSamplerWrapper, assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.errors import (
@@ -47,18 +47,13 @@ def test_options(options: dict[str, Any], facts: Words, remedy: Words) -> None:
     assert str(of_the_patch.value) == str(of_the_wrapper.value)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(())
-
-
 OF_STREAMS: list[tuple[dict[str, Any], Words, Words]] = [
     (
         {"uneven": "drop", "share": "by_worker"},
-        ("uneven='drop'", "share='by_worker'", "Stream", "rank=", "unequal steps"),
+        ("uneven='drop'", "share='by_worker'", "Source", "rank=", "unequal steps"),
         ("uneven='keep'", "torch.distributed.init_process_group()"),
     ),
-    ({"order": "leader"}, ("order='leader'", "Stream", "indices"), "order='seeded'"),
+    ({"order": "leader"}, ("order='leader'", "Source", "indices"), "order='seeded'"),
     ({"share": "by_node"}, "share='by_node'", ("'auto'", "'by_worker'")),
 ]
 
@@ -68,14 +63,14 @@ def test_an_iterable_dataset_with_an_option_that_cannot_hold(
     options: dict[str, Any], facts: Words, remedy: Words
 ) -> None:
     with raises(InvalidOptionError, facts, remedy):
-        patch_dataloader_to_ddp(DataLoader(Stream()), **EXPLICIT, **options)
+        patch_dataloader_to_ddp(DataLoader(Source()), **EXPLICIT, **options)
 
 
-class SplitStream(Stream):
+class SplitStream(Source):
     _distributed = "rank 0 of 2"
 
 
-class AwareOver(Stream):
+class AwareOver(Source):
     is_ddp_aware = True
 
     def __init__(self) -> None:
@@ -83,7 +78,7 @@ class AwareOver(Stream):
 
 
 @pytest.mark.parametrize("kind", [SplitStream, AwareOver])  # also inside one that shards itself
-def test_a_dataset_that_was_split_by_node(kind: type[Stream]) -> None:
+def test_a_dataset_that_was_split_by_node(kind: type[Source]) -> None:
     with raises(UnsupportedLoaderError, (kind.__name__, "split_dataset_by_node()"), "whole dataset"):
         patch_dataloader_to_ddp(DataLoader(kind()), **EXPLICIT)
 
@@ -180,18 +175,10 @@ def test_the_guard_wants_loaders(guard: Any) -> None:
             guard(empty)
 
 
-class Stops(Indices):
-    """Numbers whose last one is missing."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == N - 1:
-            raise StopIteration
-        return index
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_ends_the_epoch(workers: int) -> None:
-    patched = patch_dataloader_to_ddp(DataLoader(Stops(), num_workers=workers), rank=(N - 1) % 2, num_replicas=2)
+    ends = DataLoader(Broken(N - 1, StopIteration()), num_workers=workers)
+    patched = patch_dataloader_to_ddp(ends, rank=(N - 1) % 2, num_replicas=2)
     given: list[Any] = []
     with raises(StreamLengthError, "StopIteration", ("raise another error", "__len__")):
         given += patched  # which keeps what came before the error

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
+from zoo import Source
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
@@ -83,11 +84,6 @@ def test_a_keyword_that_does_not_exist(given: dict[str, Any], remedy: str) -> No
 # ---- states ----
 
 
-class Lines(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(40)
-
-
 class Counting:
     """A sampler with a state of its own."""
 
@@ -109,7 +105,7 @@ class Counting:
 
 
 def of_stream() -> Any:
-    return patch_dataloader_to_ddp(DataLoader(Lines(), 5), **HERE)
+    return patch_dataloader_to_ddp(DataLoader(Source(40), 5), **HERE)
 
 
 def of_sampler() -> Any:
@@ -207,10 +203,10 @@ def test_a_loader_of_torchdatas_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dataset_of_energon_by_worker() -> None:
-    kind = type("SavableDatasetWrapper", (Lines,), {"__module__": "megatron.energon.savable_loader"})
+    kind = type("SavableDatasetWrapper", (Source,), {"__module__": "megatron.energon.savable_loader"})
 
     def of_energon(**options: Any) -> Any:
-        return patch_dataloader_to_ddp(DataLoader(kind(), 5), **HERE, **options)
+        return patch_dataloader_to_ddp(DataLoader(kind(40), 5), **HERE, **options)
 
     message = told(InvalidOptionError, lambda: of_energon(share="by_worker", uneven="keep"))
     assert "Megatron-Energon's SavableDatasetWrapper" in message

@@ -9,7 +9,7 @@ import torch
 from messages import raises
 from repeaters import BegunAtFirst, Infinite, MultiEpochs, RepeatSampler
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
-from zoo import Indices
+from zoo import Broken, Indices
 
 from ddp_patch import (
     audit,
@@ -218,16 +218,7 @@ def test_an_audit_approves(make: Callable[[], DataLoader[Any]]) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_dataset_is_raised_and_the_pass_goes_on(workers: int) -> None:
-    class Broken(Indices):
-        def __getitem__(self, index: int) -> int:
-            if index == 0:
-                raise ValueError("this one is broken")
-            return index
-
-    def make() -> DataLoader[Any]:
-        return MultiEpochs(Broken(N), 4, num_workers=workers)
-
-    loader = patched(make)
+    loader = patched(lambda: MultiEpochs(Broken(0), 4, num_workers=workers))
     with pytest.raises(ValueError, match="broken"):
         next(iter(loader))
     assert next(iter(loader)).tolist() == [8, 10, 12, 14]
