@@ -333,7 +333,7 @@ class Gradients:
             return tensor  # what is the same on all is of no part
         whole = _detach(tensor) * self.weight.of_loss(is_sum=kinds == {SUM})
         self._lockstep.average([whole])
-        self._losses.keep(tensor, whole)
+        self._losses.keep_read(tensor, whole)
         return whole
 
     def _want_whole(self, why: str, *, is_error: bool = False) -> None:

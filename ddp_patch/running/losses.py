@@ -25,7 +25,7 @@ _SAVED = {1: MEAN, 2: SUM}  # as torch saves them
 _ROUNDING = 1e-6  # of the largest derivative: below it, one is zero
 _grad = torch.autograd.grad
 _detach = torch.Tensor.detach
-_MOST_WHOLES = 16  # losses that are kept beside those of their parts
+_MOST_READ = 16  # losses that are kept of those that were read
 
 
 @dataclass(frozen=True)
@@ -202,34 +202,38 @@ class Losses:
     """The losses of one step: each is of this rank's part of a batch, and has one of the whole batch."""
 
     def __init__(self) -> None:
-        self._wholes: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # by the operation that computed a part's
+        # By the operation that computed a part's loss, that and the whole batch's: of roots of ``backward()``; and of
+        # what was read before, which holds what computed it.
+        self._of_roots: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._of_read: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._terms, self._kinds = set[Any](), set[str]()  # the operations of the latest roots; what these are
 
     def forget(self) -> None:
         """Forget the whole batches' losses: those of the next step follow."""
-        self._wholes = {}
+        self._of_roots, self._of_read = {}, {}
 
-    def keep(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Keep the whole batch's loss for that of a part."""
-        if len(self._wholes) >= _MOST_WHOLES:  # they hold what computed them
-            self._wholes = {}
-        self._wholes[part.grad_fn] = _detach(part), whole
+    def keep_read(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Keep the whole batch's loss for that of a part which was read."""
+        if len(self._of_read) >= _MOST_READ:
+            self._of_read = {}
+        self._of_read[part.grad_fn] = _detach(part), whole
 
     def keep_root(self, root: torch.Tensor, whole: torch.Tensor) -> None:
         """Keep the whole batch's loss for the root of a ``backward()``, and for what that is a multiple of."""
-        self.keep(root, whole)
-        if root.grad_fn is not None and _name_of(root.grad_fn) in _SCALED and len(of := _inputs(root.grad_fn)) == 1:
-            self._wholes[of[0]] = _detach(root), whole
+        node: Any = root.grad_fn
+        is_multiple = node is not None and _name_of(node) in _SCALED and len(_inputs(node)) == 1
+        for each in [node, *_inputs(node)] if is_multiple else [node]:
+            self._of_roots[each] = _detach(root), whole
 
     def whole_of(self, part: torch.Tensor) -> torch.Tensor | None:
         """Return the whole batch's loss for that of a part, where it is kept, or that of what this is a multiple of."""
         node: Any = part.grad_fn
-        while node not in self._wholes:
+        while (found := self._of_roots.get(node) or self._of_read.get(node)) is None:
             inner = _inputs(node)
             if len(inner) != 1 or _name_of(node) not in _PROPORTIONAL:
                 return None
             node = inner[0]
-        of_part, whole = (each.view(part.shape) for each in self._wholes[node])
+        of_part, whole = (each.view(part.shape) for each in found)
         own = _detach(part)
         return whole if not of_part or torch.equal(own, of_part) else own * (whole / of_part)
 
