@@ -1,4 +1,4 @@
-"""Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
+"""Look at a loader or sampler: everything that sharding depends on, as one frozen value."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +50,8 @@ class ShardedUnit(Enum):
 class StreamFacts:
     """What is known about a stream without using it up.
 
-    The user's code (lengths, the first items of an iterator's copy) runs at most once, and only if it is needed.
+    The user's code (lengths, the first items of an iterator's copy) runs at most once, and only if it is needed. The
+    loader's dataset and samplers are those that it has when they are asked for.
 
     Attributes:
         source: What the stream comes from: a sampler, a batch sampler or an iterable dataset.
@@ -123,7 +124,7 @@ class LoaderFacts(Generic[L]):
     Attributes:
         loader: The loader itself, to be copied.
         unit: What of it is sharded.
-        source: What that comes from: a sampler, a batch sampler or an iterable dataset.
+        source: What gives what is sharded: a sampler, a batch sampler or an iterable dataset.
         sharded_by: What shards it already, or None.
         batch_size: How many samples a batch has; None if torch does not make the batches.
         drop_last: Whether torch leaves out a last, incomplete batch.
@@ -224,7 +225,7 @@ class LoaderFacts(Generic[L]):
 
 
 def look_at(loader: L) -> LoaderFacts[L]:
-    """Look at a loader once, and return what everything else reads of it.
+    """Look at a loader, and return what everything else reads of it.
 
     A framework's wrapper will do too: what it lacks counts as None, 0 or False.
     """

@@ -320,14 +320,14 @@ class Seed:
 
 
 class EpochCounter:
-    """Counts epochs: the next one begins when a pass draws its first item.
+    """Which epoch is the latest, and which comes next: that begins when a pass draws its first item.
 
     An iterator that draws nothing does not count. A ``DataLoader`` with workers makes such a one for each pass.
 
     Attributes:
         current: The latest epoch; before it has begun, the upcoming one.
         upcoming: The epoch that the next pass will draw.
-        passes: How many passes have begun.
+        passes: How many passes over a sharded loader have begun.
     """
 
     def __init__(self) -> None:

@@ -90,6 +90,11 @@ class Agreed:
             record = {"patched as": f"number {self.number}", **facts}
             exchange(self.members, doing, record, partial(require_same, doing), self.options.timeout)
 
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank draws for all, where one does."""
+        return dist.get_rank() == self.members[0]
+
     def sent_by_leader(self, facts: Callable[[], Mapping[str, object]], pieces: Iterator[T]) -> Iterator[T]:
         """Yield, on every rank, the pieces that the leader draws; nothing is taken of other ranks'.
 

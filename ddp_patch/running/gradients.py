@@ -324,7 +324,7 @@ class Gradients:
         is_of_loop = current_thread() is main_thread() and not (self._lockstep.is_fetching or self._is_in_backward())
         if not is_of_loop or self.weight.is_over or not 0 <= self.weight.begins <= operation_number(tensor.grad_fn):
             return tensor
-        kinds = self._losses.kinds_of(tensor, self._reductions()) if samples[0] else {MEAN}
+        kinds = self._losses.kinds_of(tensor, self._reductions) if samples[0] else {MEAN}
         if kinds not in ({MEAN}, {SUM}):
             return tensor
         line = script_line(sys._getframe()).rpartition(os.sep)[2]  # ranks may have the script in other folders

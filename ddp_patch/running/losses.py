@@ -1,7 +1,7 @@
 """What a loss of a part of a batch is of its samples: a mean, a sum or neither; and what the whole batch's loss is."""
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,7 +219,7 @@ class Losses:
         self._of_read[part.grad_fn] = _detach(part), whole
 
     def keep_root(self, root: torch.Tensor, whole: torch.Tensor) -> None:
-        """Keep the whole batch's loss for the root of a ``backward()``, and for what that is a multiple of."""
+        """Keep the whole batch's loss for the root of a ``backward()``, and for what that is directly a multiple of."""
         node: Any = root.grad_fn
         is_multiple = node is not None and _name_of(node) in _SCALED and len(_inputs(node)) == 1
         for each in [node, *_inputs(node)] if is_multiple else [node]:
@@ -243,9 +243,9 @@ class Losses:
         self._kinds = _kinds_of((root for root in roots if torch.is_tensor(root)), reductions, self._terms)
         return self._kinds
 
-    def kinds_of(self, loss: torch.Tensor, reductions: Reductions) -> set[str]:
+    def kinds_of(self, loss: torch.Tensor, reductions: Callable[[], Reductions]) -> set[str]:
         """Return what the terms of a loss that is read are of the samples."""
-        return self._kinds if loss.grad_fn in self._terms else _kinds_of([loss], reductions)
+        return self._kinds if loss.grad_fn in self._terms else _kinds_of([loss], reductions())
 
 
 def _kinds_of(losses: Iterable[torch.Tensor], reductions: Reductions, terms: set[Any] | None = None) -> set[str]:

@@ -123,7 +123,7 @@ class Passes(Generic[T]):
             self._shared_generator, self._keeps_workers = loader.generator, loader.persistent_workers
 
     def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a ``collate_fn`` with whose batches travels what workers note of them, if they do."""
+        """Return a ``collate_fn`` with whose batches travels what workers note of them: here none do."""
         return collate_fn
 
     @contextmanager

@@ -238,7 +238,8 @@ class SamplerPasses(Passes[T]):
             known = start.states.streams[0].first if start.states.streams else None
             return Streamed(begin, random_context, rest, digest=digest, known=known, **how)
         # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
-        first = _FIRST_PIECE if self.length_if_any(epoch) is None else _LARGEST_PIECE
+        is_known = self.agreed.is_leader and self.length_if_any(epoch) is not None
+        first = _LARGEST_PIECE if is_known else _FIRST_PIECE
         sizes = (plan.num_replicas,) * 2 if self._is_one_shot else (first, _LARGEST_PIECE)
         pieces = in_pieces(begin, random_context, (start.states, self.snapshot), *sizes)
         sent = self.agreed.sent_by_leader(partial(self._pass_facts, epoch), pieces)
