@@ -112,8 +112,9 @@ class LoggedPass:
     Attributes:
         epoch: Which epoch it is over.
         begins_at: Where in the epoch it begins.
-        progress: Tells how far it has come, at most to where it was left. It asks the pass until the next one begins,
-            and is told after that: one that is let go by then ends its sampler's generator, as in one process.
+        progress: Tells how far it has come, at most to where it was left. It asks the pass until the next one begins;
+            from then on the pass tells the log, which no longer holds it: a pass that is let go ends its sampler's
+            generator, as in one process.
         marks: Tells the digests of what it draws; none if nobody compares that.
         others: How many passes this rank had made over its other loaders when it began; None if that is its own.
         sketch: What it was given, where each rank has a part of the data and the ranks compare these; else None.

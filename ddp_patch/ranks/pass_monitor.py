@@ -214,9 +214,9 @@ class PassMonitor:
         surplus = max(0, self._settled - self._first - _KEPT)
         self._first += surplus
         del self._passes[:surplus]
-        has_own_lengths = self._slack or self.has_own_lengths
-        if self.mailbox is not None and not has_own_lengths and (made := self._made_by_all) is not None:
-            made[self.mailbox.group] += self._settled - before
+        more, has_own_lengths = self._settled - before, self._slack or self.has_own_lengths
+        if more and self.mailbox is not None and not has_own_lengths and (made := self._made_by_all) is not None:
+            made[self.mailbox.group] += more
 
     def entry(self, number: int) -> Entry | None:
         """Return a pass as others are told of it; None if it is no longer kept, or may be a look."""
