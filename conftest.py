@@ -17,8 +17,11 @@ if "DDP_PATCH_DIST" in os.environ:
     # nox has installed the package that it built, and pytest has put this folder, which holds its source, before it.
     sys.path.remove(str(Path(__file__).parent))
 
+import quick
 from compatibility import write_row
 from documented import blocks  # which imports the package
+
+from ddp_patch.testing.twins import server_of
 
 # torch waits so long for a worker whose iterator the garbage collector ends, which may have lost the word to stop.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1.0
@@ -67,3 +70,20 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+class _OneServerForAll:
+    """Lets the processes of xdist share the servers that ranks are forked from: each server imports for seconds."""
+
+    @staticmethod
+    def pytest_configure_node(node: Any) -> None:
+        """Tell a process of xdist where the servers are that this process has started."""
+        node.workerinput["servers"] = [(quick.address_of(rank), server_of(rank).environment) for rank in range(4)]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start servers where whole folders are tested by several processes, or take those that are started."""
+    if config.pluginmanager.hasplugin("dsession") and all(Path(arg).is_dir() for arg in config.args):
+        config.pluginmanager.register(_OneServerForAll())
+    for rank, (address, environment) in enumerate(getattr(config, "workerinput", {}).get("servers", ())):
+        quick.take_server(rank, address, environment)

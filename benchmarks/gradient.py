@@ -222,7 +222,7 @@ def attempt(ranks: int, way: str, settings: Mapping[str, Any], loader: str, larg
     """Return what each rank trained, or what else became of it."""
     arguments = (way, settings, loader, larger)
     try:
-        found = run_ranks(train_on_rank, ranks, *arguments, timeout=LIMIT_S, start_method="forkserver")
+        found = run_ranks(train_on_rank, ranks, *arguments, timeout=LIMIT_S)
     except RanksFailedError as error:
         if "did not end" in str(error):
             return "hangs"

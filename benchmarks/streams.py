@@ -215,7 +215,7 @@ def measure(name: str, world: World, cost_ms: int) -> Result | None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (name, world, cost_ms, folder)
         try:
-            ranks = run_ranks(events_on_rank, world.ranks, *arguments, timeout=LIMIT_S, start_method="forkserver")
+            ranks = run_ranks(events_on_rank, world.ranks, *arguments, timeout=LIMIT_S)
         except RanksFailedError as error:
             print(error)
             return None

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ddp_patch import DDPPatchError, testing
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import message_of
+from ddp_patch.testing.twins import server_of
 
 R = TypeVar("R")
 
@@ -33,9 +34,24 @@ multiprocessing.set_forkserver_preload(OF_RANKS)
 def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, **options: Any) -> list[R]:
     """As ``ddp_patch.testing.run_ranks`` does, with a later deadline: the machine may be busy with something else."""
     options = {"timeout": 300, **options}
-    forkserver.ensure_running()
-    address = vars(forkserver)["_forkserver"]._forkserver_address
-    return testing.run_ranks(_on_rank, world_size, fn, address, *args, start_method="forkserver", **options)
+    addresses = [address_of(rank) for rank in range(world_size)]
+    return testing.run_ranks(_on_rank, world_size, fn, addresses, *args, **options)
+
+
+def address_of(rank: int) -> str:
+    """Return the address of the server of a rank's number."""
+    server: Any = server_of(rank)
+    server.ensure_running()
+    address: str = server._forkserver_address
+    return address
+
+
+def take_server(rank: int, address: str, environment: Mapping[str, str]) -> None:
+    """Have a rank's number served by a server that another process has started, and that outlives this one."""
+    server: Any = server_of(rank)
+    server.environment = environment
+    server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_WRONLY)
+    server.ensure_running = resource_tracker.ensure_running
 
 
 def run_each(world_size: int, *functions: Callable[[int, int], Any], **options: Any) -> list[list[Any]]:
@@ -47,14 +63,14 @@ def _each(rank: int, world_size: int, functions: Sequence[Callable[[int, int], A
     return [function(rank, world_size) for function in functions]
 
 
-def _on_rank(rank: int, world_size: int, fn: Callable[..., R], address: str, *args: Any) -> R:
+def _on_rank(rank: int, world_size: int, fn: Callable[..., R], addresses: Sequence[str], *args: Any) -> R:
     """Call ``fn`` on a rank whose workers are forked from the process that the rank was forked from itself.
 
     They are forked elsewhere because a rank may fork while a thread of gloo's holds a lock. By itself multiprocessing
     would start a process for each rank's, which would import torch once more.
     """
     server: Any = vars(forkserver)["_forkserver"]
-    server._forkserver_address = address
+    server._forkserver_address = addresses[rank]
     server.ensure_running = resource_tracker.ensure_running
     return fn(rank, world_size, *args)
 

@@ -13,13 +13,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar, TypeVarTuple, cast
 from unittest.mock import patch
@@ -28,10 +27,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from ddp_patch.compat.fork_servers import Forked
 from ddp_patch.errors import DDPPatchError, InvalidOptionError, NotPatchedError, RanksFailedError
 from ddp_patch.loaders.hooks import about_to_use, called_before, made, places_recorded
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.ranks.exchange import ranks_text
+from ddp_patch.testing.twins import become_unlike, environment_of, server_of
 from ddp_patch.validation import counted, is_seconds, whole_number
 
 __all__ = ["guard_this_process", "guarded", "run_ranks"]
@@ -98,7 +99,7 @@ def run_ranks(
     *args: *Arguments,
     timeout: float = 120.0,
     grace: float = 5.0,
-    start_method: Literal["spawn", "forkserver"] = "spawn",
+    alike: Collection[str] = (),
 ) -> list[R]:
     """Call ``fn(rank, world_size, *args)`` on every rank of a new gloo group, and return what each rank returned.
 
@@ -107,23 +108,26 @@ def run_ranks(
     port, so any number of groups may run at the same time. When this returns or raises, all processes of all ranks have
     ended, ``DataLoader`` workers included. It works on Linux and macOS.
 
+    Ranks are as unlike as those of several machines. Each is forked from a server process of its number, which is
+    started once and kept until this process ends. Ranks differ in hash seed, addresses, threads, home, temporary and
+    cache folders, host name, time zone, locale, the order in which ``os`` lists a folder, the number of cores that
+    ``os`` tells, what was imported, and what was drawn before. The rest of the environment is the caller's.
+
     Args:
         fn: A function that other processes can import from its module.
         world_size: The number of ranks, at least 1.
         args: Further arguments, picklable.
         timeout: The seconds within which every rank must return; also the time-out of collectives.
         grace: How many seconds the other ranks may still run after one has failed: their errors help to find the cause.
-        start_method: How processes start. With ``"spawn"``, each imports everything again, as ranks of a launcher do.
-            ``"forkserver"`` takes a fraction of that time, if
-            ``multiprocessing.set_forkserver_preload(["ddp_patch.testing"])`` was called before the first launch; all
-            ranks then have the same hash seed.
+        alike: Names of environment variables that ranks have as the caller has them, such as ``"HOME"`` and
+            ``"HF_HOME"`` for what has been downloaded into these folders.
 
     Returns:
         The ranks' return values, by rank; they must be picklable.
 
     Raises:
         InvalidOptionError: ``world_size`` or ``timeout`` is not positive, ``fn`` or an argument cannot be sent to
-            another process, or there is no such ``start_method``.
+            another process.
         RanksFailedError: A rank raised, died or did not return in time. The message shows the traceback, or where it
             hung, once for all ranks that failed alike.
 
@@ -133,7 +137,7 @@ def run_ranks(
         [2, 3]
     """
     __tracebackhide__ = True  # pytest shows the caller's line, not these
-    _check_how(fn, grace, start_method)
+    _check_how(fn, grace, alike)
     world_size = whole_number("world_size", world_size)
     if world_size < 1 or not (is_seconds(timeout) and timeout > 0):
         raise InvalidOptionError(
@@ -142,31 +146,36 @@ def run_ranks(
         )
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder, contextlib.ExitStack() as processes:
-        tasks = [_Task(fn, args, rank, world_size, timeout, Path(folder)) for rank in range(world_size)]
-        ranks = [processes.enter_context(_started(task, start_method)) for task in tasks]
+        with _interrupts_held_back():
+            for rank in range(world_size):  # all begin to start before one is waited for
+                server_of(rank).ensure_running()
+        environments = [{**os.environ, **environment_of(rank, alike)} for rank in range(world_size)]
+        tasks = [
+            _Task(fn, args, rank, world_size, timeout, Path(folder), environment)
+            for rank, environment in enumerate(environments)
+        ]
+        ranks = [processes.enter_context(_started(task)) for task in tasks]
         _collect(ranks, deadline, grace)
     if all(rank.fate == "returned" for rank in ranks):
         return [rank.result for rank in ranks]
     raise RanksFailedError(_describe(getattr(fn, "__qualname__", repr(fn)), ranks, timeout))
 
 
-def _check_how(fn: Callable[..., Any], grace: float, start_method: str) -> None:
+def _check_how(fn: Callable[..., Any], grace: float, alike: Collection[str]) -> None:
     """Refuse arguments with which no process can be started."""
     if not callable(cast(object, fn)):
         raise InvalidOptionError(f"run_ranks was given {fn!r} ({type(fn).__name__}). Pass a function of a module.")
     if not (is_seconds(grace) and grace >= 0):
         raise InvalidOptionError(f"grace={grace!r} is not a number of seconds. Pass one of at least 0.")
-    if start_method not in (known := multiprocessing.get_all_start_methods()):
-        raise InvalidOptionError(
-            f"start_method={start_method!r} does not exist on this machine. Pass one of these: {', '.join(known)}."
-        )
+    if isinstance(alike, str) or not (isinstance(alike, Collection) and all(isinstance(name, str) for name in alike)):
+        raise InvalidOptionError(f"alike={alike!r} is not a list of names. Pass one, such as ['HOME', 'HF_HOME'].")
 
 
 @dataclass
 class _Rank:
     """What the parent process knows about one rank."""
 
-    process: BaseProcess
+    process: Forked
     connection: Connection
     stack: Path  # where the rank writes its stack when asked
     fate: Literal["did not end", "returned", "raised", "died"] = "did not end"
@@ -192,11 +201,10 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _started(task: "_Task", start_method: Literal["spawn", "forkserver"]) -> Iterator[_Rank]:
+def _started(task: "_Task") -> Iterator[_Rank]:
     """Start one rank, and end it and all that it started on leaving."""
-    context: Any = multiprocessing.get_context(start_method)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_rank_main, args=(task, sender))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = Forked(server_of(task.rank), _rank_main, (task, sender))
     try:
         with _interrupts_held_back():
             process.start()
@@ -237,7 +245,7 @@ def _let_interrupts_through() -> None:
     signal.signal(signal.SIGINT, handler)
 
 
-def _kill(process: BaseProcess) -> None:
+def _kill(process: Forked) -> None:
     """End a rank and all that it started, but never another process that got its number since."""
     if process.pid is not None and (process.is_alive() or not _exists(process.pid)):
         with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
@@ -306,10 +314,9 @@ class _Task:
     world_size: int
     timeout: float
     folder: Path
+    environment: Mapping[str, str]
     # Processes that the rank starts, such as DataLoader workers, start as in the parent.
     start_method: str = field(default_factory=multiprocessing.get_start_method)
-    # A fork server's environment would be that of its own start.
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     @property
     def stack(self) -> Path:
@@ -323,6 +330,7 @@ def _rank_main(task: _Task, sender: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     multiprocessing.set_start_method(task.start_method, force=True)
     _set_environment(task)
+    become_unlike(task.rank)
     torch.set_num_threads(1)
     with task.stack.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)

@@ -207,7 +207,7 @@ def differences() -> dict[str, dict[str, list[float]]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            run_ranks(die_in_an_epoch, KILLED_WORLD, folder, start_method="forkserver")
+            run_ranks(die_in_an_epoch, KILLED_WORLD, folder)
         except RanksFailedError as error:
             if "killed by SIGKILL" not in str(error):
                 raise
@@ -215,7 +215,7 @@ def differences() -> dict[str, dict[str, list[float]]]:
             raise AssertionError("no rank was killed")
         for world_size in WORLDS:
             larger_batch = train_alone(world_size)
-            for trained in run_ranks(train_on_ranks, world_size, folder, start_method="forkserver"):
+            for trained in run_ranks(train_on_ranks, world_size, folder):
                 for way, by_loader in trained.items():
                     alone = larger_batch if way in {"samples", "batches"} else same_batch
                     for loader, parameters in by_loader.items():

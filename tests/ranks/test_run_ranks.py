@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells
-from quick import soaked
 from torch.utils.data import DataLoader
 from zoo import Indices
 
+from ddp_patch.compat.fork_servers import Forked
 from ddp_patch.errors import RanksFailedError
 from ddp_patch.testing import run_ranks
 from ddp_patch.testing.ranks import _kill
+from ddp_patch.testing.twins import server_of
 
 
 def note_pid(folder: str) -> None:
@@ -93,15 +94,14 @@ def in_an_environment(rank: int, world_size: int) -> str | None:
     return os.environ.get("SET_BEFORE_THE_CALL")
 
 
-@pytest.mark.parametrize("start_method", [soaked("spawn"), "forkserver"])
 def test_every_ranks_return_value_comes_back_and_it_has_the_environment_of_the_call(
-    start_method: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    results = run_ranks(add_up, 3, 10, start_method=start_method)
+    results = run_ranks(add_up, 3, 10)
     assert results == [(torch.tensor(33), str(rank), "3") for rank in range(3)]
-    assert run_ranks(in_an_environment, 1, start_method=start_method) == [None]
+    assert run_ranks(in_an_environment, 1) == [None]
     monkeypatch.setenv("SET_BEFORE_THE_CALL", "yes")
-    assert run_ranks(in_an_environment, 1, start_method=start_method) == ["yes"]
+    assert run_ranks(in_an_environment, 1) == ["yes"]
 
 
 class SlowToConnect:
@@ -128,7 +128,7 @@ def how_many_are_there(rank: int, world_size: int, slow: SlowToConnect, folder: 
 
 def test_no_rank_begins_before_all_are_connected(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    assert run_ranks(how_many_are_there, 2, SlowToConnect(folder), folder, start_method="forkserver") == [1, 1]
+    assert run_ranks(how_many_are_there, 2, SlowToConnect(folder), folder) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_no_rank_begins_before_all_are_connected(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_fails(fn: Any, timeout: float, said: list[str], tmp_path: Path) -> None:
-    run_ranks(in_an_environment, 2, start_method="forkserver")  # the server, too, takes its time to start
+    run_ranks(in_an_environment, 2)  # the server, too, takes its time to start
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(fn, 2, str(tmp_path), timeout=timeout, start_method="forkserver")
+        run_ranks(fn, 2, str(tmp_path), timeout=timeout)
     message = str(caught.value)
     assert_tells(message.split("\n")[0], (fn.__name__, "2 ranks"), "the ranks report")
     assert [part for part in said if part not in message] == []
@@ -161,7 +161,7 @@ def test_a_rank_that_ends_just_when_it_is_asked_where_it_hangs(monkeypatch: pyte
 
     monkeypatch.setattr(os, "kill", gone)  # ranks are ended by killpg
     with pytest.raises(RanksFailedError, match="rank 0 did not end"):
-        run_ranks(hang, 1, timeout=3, start_method="forkserver")
+        run_ranks(hang, 1, timeout=3)
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 
 def test_who_has_the_number_of_a_rank_that_has_ended_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fork server takes note of an end at once, and from then on the number is anybody's."""
-    rank: Any = multiprocessing.get_context("forkserver").Process(target=int)
+    """The server takes note of an end at once, and from then on the number is anybody's."""
+    rank: Any = Forked(server_of(0), int, ())
     rank.start()
     multiprocessing.connection.wait([rank.sentinel])
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)

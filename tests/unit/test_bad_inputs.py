@@ -147,7 +147,7 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
     add(InvalidOptionError, "run_ranks world_size", lambda value: ran(operator.add, value), [0, None, *WHOLES])
     add(InvalidOptionError, "run_ranks timeout", lambda value: ran(operator.add, 1, timeout=value), [0, *SECONDS])
     add(InvalidOptionError, "run_ranks grace", lambda value: ran(operator.add, 1, grace=value), SECONDS)
-    add(InvalidOptionError, "start_method", lambda value: ran(operator.add, 1, start_method=value), ["x", None, 3])
+    add(InvalidOptionError, "alike", lambda value: ran(operator.add, 1, alike=value), ["HOME", None, 3, [3]])
     return table
 
 

@@ -226,7 +226,7 @@ _RAISED = '    raise LookupError(f"rank {rank} of {world_size} has no data")'
 
 def test_ranks_that_fail_alike_are_told_once() -> None:
     with pytest.raises(RanksFailedError) as caught:
-        testing.run_ranks(fails, 3, start_method="forkserver")
+        testing.run_ranks(fails, 3)
     message = str(caught.value)
     first, header, place, line, error, last = message.splitlines()
     assert first == "fails failed on 3 ranks: ranks 0 to 2 raised. Correct what the ranks report."

@@ -19,19 +19,14 @@ pytest_plugins = ["pytester"]
 # What one of two ranks is told of a loader, by its class and the line below that makes it.
 UNPATCHED, UNPATCHED_OWN = (
     rf"Rank \d of 2\b.*\b{name}\b.*\S+shared\.py:{line}\b.*patch_dataloader_to_ddp\(\)"
-    for name, line in (("DataLoader", 15), ("Own", 28))
+    for name, line in (("DataLoader", 10), ("Own", 23))
 )
 
 LOADERS = """
     from torch.utils.data import DataLoader
     from ddp_patch import patch_dataloader_to_ddp
-    from functools import partial
-    import multiprocessing
     import pytest
-    from ddp_patch import testing
-
-    multiprocessing.set_forkserver_preload(["ddp_patch.testing"])
-    run_ranks = partial(testing.run_ranks, start_method="forkserver")
+    from ddp_patch.testing import run_ranks
 
     def patched(rank, world_size):
         return len(list(patch_dataloader_to_ddp(DataLoader(range(8)))))

@@ -1,0 +1,91 @@
+"""Several fork servers, of which Python's multiprocessing has one by itself.
+
+Its class for a server is not documented, nor is the one for what is forked from it. Seen in Python 3.11 to 3.14.
+"""
+
+import io
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
+from multiprocessing.context import ForkServerProcess, set_spawning_popen
+from typing import Any
+from unittest.mock import patch
+
+__all__ = ["Forked", "Server", "own_folder", "preloaded"]
+
+_starting = threading.Lock()  # no two threads change the environment at once
+
+
+def own_folder() -> str:
+    """Return a folder that is removed when this process ends."""
+    return util.get_temp_dir()
+
+
+def preloaded() -> list[str]:
+    """Return the modules of ``multiprocessing.set_forkserver_preload``, without the main one."""
+    server: Any = vars(forkserver)["_forkserver"]
+    return [name for name in server._preload_modules if name != "__main__"]
+
+
+class Server(forkserver.ForkServer):
+    """A process that others are forked from. It is started when it is first needed, and ends with this one.
+
+    Args:
+        environment: What its environment has beside this process's.
+        modules: What it imports when it starts; what is not there is left out.
+    """
+
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+        super().__init__()
+        self.environment = environment
+        self.set_forkserver_preload([*modules])
+
+    def ensure_running(self) -> None:
+        """Start the server unless it runs."""
+        resource_tracker.ensure_running()  # whose environment stays this process's
+        with _starting, patch.dict(os.environ, self.environment):
+            super().ensure_running()
+
+
+class Forked(ForkServerProcess):
+    """A process that is forked from a server of its own."""
+
+    def __init__(self, server: Server, target: Callable[..., object], args: Sequence[Any]) -> None:
+        super().__init__(target=target, args=args)
+        self._server = server
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_server"}
+
+    def _Popen(self, process_obj: "Forked") -> Any:  # type: ignore[override]  # noqa: N802 - the method that start() calls
+        return _Popen(process_obj, self._server)
+
+
+class _Popen(popen_forkserver.Popen):
+    """As the class that it derives from, for a server of its own."""
+
+    def __init__(self, process_obj: Forked, server: Server) -> None:
+        self._server = server
+        self._fds: list[int] = []
+        super().__init__(process_obj)
+
+    def _launch(self, process_obj: Any) -> None:
+        data = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process_obj.name), data)
+            reduction.dump(process_obj, data)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, pipe = self._server.connect_to_new_process(self._fds)
+        kept = os.dup(pipe)  # closed when this process ends, which tells the other
+        self.finalizer = util.Finalize(self, _close, (kept, self.sentinel))
+        with open(pipe, "wb") as file:
+            file.write(data.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+def _close(*files: int) -> None:
+    for file in files:
+        os.close(file)
