@@ -142,9 +142,9 @@ def patch_dataloader_to_ddp(
             The items of each window are balanced over ranks and steps, each exactly once, and the steps come in a
             random order. Which samples share a batch then depends on the number of ranks. Whole batches stay whole.
         device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
-            ``dp_shard``, ``fsdp`` and the like. If yours have other names, pass the sub-mesh of them, such as
-            ``mesh["replica", "shard"]``. Ranks that differ only in other dimensions (tensor, context or pipeline
-            parallelism) get the same batches.
+            ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in tensor, context or pipeline parallelism get
+            the same batches. A dimension with an unusual name is an error; then pass the sub-mesh of all that shard,
+            such as ``mesh["node", "part"]``.
         order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
             whatever the ranks' own seeds. ``"auto"`` does the same, and raises if the ranks' datasets hold other
             samples. With ``"leader"``, rank 0 draws each epoch for all and sends it.
