@@ -294,11 +294,10 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         return Subject(facts.described, None, facts.made_for, place, claim)
     compared = {**facts.described, **({"cost": "none"} if options.costs is None else options.costs.described)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
-    if splits_itself:
-        compared |= held_for_workers(facts)
     if options.order == "leader":  # whoever fetches further ahead would wait for others that never come
         compared["batches fetched ahead"] = facts.batches_ahead
-    return Subject(compared, facts.stream, facts.made_for, place)
+    held = held_for_workers(facts) if splits_itself else {}
+    return Subject(compared, facts.stream, facts.made_for, place, held=held)
 
 
 def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:

@@ -308,7 +308,6 @@ def data_of(dataset: object) -> str:
     return fingerprint([(one.name, one.fingerprint) for one in chosen_samples(dataset)])
 
 
-def held_for_workers(facts: LoaderFacts[Any]) -> Mapping[str, str]:
+def held_for_workers(facts: LoaderFacts[Any]) -> Mapping[str, Sequence[Any]]:
     """Return what must be the same on every rank of an iterable dataset that is to split itself by workers."""
-    dataset = facts.dataset
-    return {} if may_ask_rank(dataset) else {f"files and numbers that {type(dataset).__name__} holds": held_by(dataset)}
+    return {} if may_ask_rank(facts.dataset) else held_by(facts.dataset)

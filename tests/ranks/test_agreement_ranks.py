@@ -317,11 +317,12 @@ def test_four_ranks_share_over_the_data_parallel_dimensions_of_a_mesh_or_are_tol
         4, on_meshes, on_a_mesh_of_other_names, on_a_mesh_with_an_unusual_name_beside_a_usual_one, worlds_that_differ
     )
     for rank, (refused, of_parts) in enumerate(unusual):
-        for (name, message), (_, names, which) in zip(refused, UNUSUAL, strict=True):
+        for (name, message), (_, all_of_it, which) in zip(refused, UNUSUAL, strict=True):
             assert name == "InvalidOptionError"
-            assert_tells(message, (f"dimensions {names}", f"whether {which} splits the data"), "leave device_mesh= out")
-        of_four, of_two = ([item % N for item in range(rank % ranks, N + 1, ranks)] for ranks in (4, 2))
-        assert of_parts == [of_four, of_two, of_four]
+            facts = (f"dimensions {all_of_it}", f"whether {which} splits the data")
+            assert_tells(message, facts, "leave device_mesh= out")
+        fourth_part, half = ([item % N for item in range(rank % shares, N + 1, shares)] for shares in (4, 2))
+        assert of_parts == [fourth_part, half, fourth_part]
     for place, (_, _, alike) in enumerate(MESHES):
         shares = [{tuple(ranks[rank][place]) for rank in group} for group in alike]
         assert [len(share) for share in shares] == [1] * len(alike)
