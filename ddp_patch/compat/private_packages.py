@@ -93,8 +93,12 @@ def may_hold_a_normal() -> bool:
 
 
 def is_split_by_node(dataset: object) -> bool:
-    """Return whether an iterable dataset went through ``split_dataset_by_node()``, which leaves only a private mark."""
-    return isinstance(dataset, IterableDataset) and getattr(dataset, "_distributed", None) is not None
+    """Return whether ``split_dataset_by_node()`` has split an iterable dataset, which leaves only a private mark.
+
+    Of one node, as in a script that passes ``world_size=1``, it leaves the mark and splits nothing.
+    """
+    split = getattr(dataset, "_distributed", None) if isinstance(dataset, IterableDataset) else None
+    return split is not None and getattr(split, "world_size", None) != 1
 
 
 def is_hugging_face_table(dataset: object) -> bool:

@@ -34,8 +34,8 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 # Attributes whose names have one of these words may hold something else on each rank.
 _OWN = ("seed", "rank", "device", "cache")
-# What tempfile makes of a folder or file that is one process's alone.
-_TEMPORARY = re.compile(r"\btmp[a-z0-9_]{8}\b")
+# What tempfile calls a folder or file that is one process's alone, and what signs a URL.
+_OF_ONE_PROCESS = re.compile(r"\btmp[a-z0-9_]{8}\b|(?<=.)\?.*")
 
 
 class Content(NamedTuple):
@@ -148,7 +148,7 @@ def held_by(dataset: Any) -> dict[str, list[Any]]:
 
     Of each there is the length, and then a few elements. Those of two ranks differ where each made its dataset for a
     part of the data. A value by itself may differ rightly: an id, a date, a folder; and so may seeds, ranks, devices
-    and caches. What ``tempfile`` names counts by where it is.
+    and caches. Names that ``tempfile`` makes, and what follows a ``?`` in a URL, don't count.
 
     Examples:
         >>> class Part(torch.utils.data.Dataset):
@@ -179,7 +179,7 @@ def _is_of_stream(part: object) -> bool:
 def _named(element: Any) -> str | int | None:
     """Return a described element as errors show it, if it is a text or a whole number."""
     if isinstance(element, list) and element and all(isinstance(part, str) for part in element):
-        return _TEMPORARY.sub("tmp", "/".join(element))
+        return _OF_ONE_PROCESS.sub("", "/".join(element))
     return element if isinstance(element, int) and not isinstance(element, bool) else None
 
 

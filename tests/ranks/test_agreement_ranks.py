@@ -5,6 +5,7 @@ import inspect
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -297,7 +298,7 @@ def on_a_mesh_with_an_unusual_name_beside_a_usual_one(rank: int, world_size: int
     told = []
     for shape, names, _ in UNUSUAL:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        told.append(said(lambda mesh=mesh: patch_dataloader_to_ddp(loader(), device_mesh=mesh)))
+        told.append(said(partial(patch_dataloader_to_ddp, loader(), device_mesh=mesh)))
     nodes = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("node", "fsdp", "tp"))
     parts = [nodes["node", "fsdp"], nodes["fsdp"], None]
     return [told, [items(patch_dataloader_to_ddp(loader(), device_mesh=part)) for part in parts]]

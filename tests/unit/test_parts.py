@@ -280,6 +280,7 @@ class Token:
         lambda rank: [f"/local/tmpabcdefg{rank}"],  # as tempfile names a folder
         lambda rank: [f"/local/tmpabcdefg{rank}/{name}" for name in FILES],
         lambda rank: [f"/home/user-{rank}/data/{name}" for name in FILES],
+        lambda rank: [f"https://example.org/{name}?signature={rank}" for name in FILES],
         lambda rank: [0.5 + rank, 1.5],  # times
         lambda rank: {"cache": [f"read-{number}" for number in range(rank)]},
         lambda rank: {"seeds": [rank], "ranks": [rank], "devices": [f"cuda:{rank}"]},
