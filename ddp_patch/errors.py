@@ -30,7 +30,8 @@ with the command that shows that section.
         ├── AssumedShardedWarning        a map-style dataset with a rank in it counts as sharded
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
         ├── StreamLengthWarning          a len() is wrong: a sampler's, or a loader's after the patch
-        └── StreamOrderWarning           the ranks cannot compare in which order they read
+        ├── StreamOrderWarning           the ranks cannot compare in which order they read
+        └── UnpatchedLoaderWarning       a loader is iterated itself, and not its patched copy
 """
 
 import re
@@ -62,6 +63,7 @@ __all__ = [
     "StreamLengthWarning",
     "StreamOrderWarning",
     "TorchVersionError",
+    "UnpatchedLoaderWarning",
     "UnsupportedLoaderError",
     "WorldError",
     "explain",
@@ -227,6 +229,10 @@ class StreamLengthWarning(DDPPatchWarning):
 
 class StreamOrderWarning(DDPPatchWarning):
     """The items of an iterable dataset have no names, so the ranks cannot compare in which order they read it."""
+
+
+class UnpatchedLoaderWarning(DDPPatchWarning):
+    """A loader of which a patched copy was returned is iterated itself, so this rank gets all of its data."""
 
 
 class NotDistributedWarning(DDPPatchWarning):

@@ -27,7 +27,7 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     message_of,
 )
-from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, copies_plainly
+from ddp_patch.loaders.copying import COPY, METHODS, copies_plainly, state_for_copies
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.overlap import NotedIndices
 from ddp_patch.loaders.recognition import is_loader, sharded_by
@@ -253,14 +253,10 @@ class OwnMethods:
 
     def copied(self) -> Any:
         """Return what a copy of the loader has for attributes: deep copies then attach methods of their own."""
-        loader = self.loader()
-        state: Any = object.__getstate__(loader)
-        attributes, *slots = state if isinstance(state, tuple) else (state,)
-        kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
-        kept |= {METHODS: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
+        own: dict[str, Any] = {METHODS: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
         if any(part is not None for part in (self._repeated, self._batches_of, self._monitor)):
-            kept[MAKE_ITERATOR] = _OfOriginal(self)
-        return (kept, *slots) if slots else kept
+            own[MAKE_ITERATOR] = _OfOriginal(self)
+        return state_for_copies(self.loader(), **own)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_loader": self._loader()}

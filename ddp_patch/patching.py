@@ -19,10 +19,17 @@ from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
-from ddp_patch.loaders.copying import METHODS, copy_loader
+from ddp_patch.loaders.copying import METHODS, copy_loader, notice_if_iterated
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, data_of, held_for_workers, look_at
 from ddp_patch.loaders.hooks import script_line
-from ddp_patch.loaders.recognition import error_context, require_loader, samplers_within, streams_in, tell_if_assumed
+from ddp_patch.loaders.recognition import (
+    error_context,
+    require_loader,
+    samplers_within,
+    sharded_by,
+    streams_in,
+    tell_if_assumed,
+)
 from ddp_patch.loaders.samples import iterated_by, length_of
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
@@ -112,7 +119,8 @@ def patch_dataloader_to_ddp(
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which
             the ranks synchronise only once; unless each can be patched, none is. A loader that appears several times
-            is patched once, and None stays None. What you pass stays unchanged.
+            is patched once, and None stays None. What you pass still gives all data; iterated on several ranks, it
+            warns of that once.
         share: What a rank takes at a time. With ``"samples"``, each rank makes its own batches of every
             num_replicas-th sample. With ``"batches"``, it takes whole batches as the unpatched loader makes them, so
             groups that a sampler puts into one batch stay together. ``"auto"`` takes whole batches of a batch sampler
@@ -142,9 +150,9 @@ def patch_dataloader_to_ddp(
             The items of each window are balanced over ranks and steps, each exactly once, and the steps come in a
             random order. Which samples share a batch then depends on the number of ranks. Whole batches stay whole.
         device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
-            ``dp_shard``, ``fsdp`` and the like. If yours have other names, pass the sub-mesh of them, such as
-            ``mesh["replica", "shard"]``. Ranks that differ only in other dimensions (tensor, context or pipeline
-            parallelism) get the same batches.
+            ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in tensor, context or pipeline parallelism get
+            the same batches. A dimension with an unusual name is an error; then pass the sub-mesh of all that shard,
+            such as ``mesh["node", "part"]``.
         order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
             whatever the ranks' own seeds. ``"auto"`` does the same, and raises if the ranks' datasets hold other
             samples. With ``"leader"``, rank 0 draws each epoch for all and sends it.
@@ -207,6 +215,10 @@ def patch_dataloader_to_ddp(
     if world is None:
         return loader
     _log_patched(loaders, patched)
+    line = script_line(sys._getframe(1))
+    for before, clone in zip(loaders.values(), patched, strict=True):
+        if clone is not before and isinstance(sharded_by(clone), EpochSampler):
+            notice_if_iterated(before, line)
     return nest.with_replaced(patched)
 
 
@@ -294,11 +306,10 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         return Subject(facts.described, None, facts.made_for, place, claim)
     compared = {**facts.described, **({"cost": "none"} if options.costs is None else options.costs.described)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
-    if splits_itself:
-        compared |= held_for_workers(facts)
     if options.order == "leader":  # whoever fetches further ahead would wait for others that never come
         compared["batches fetched ahead"] = facts.batches_ahead
-    return Subject(compared, facts.stream, facts.made_for, place)
+    held = held_for_workers(facts) if splits_itself else {}
+    return Subject(compared, facts.stream, facts.made_for, place, held=held)
 
 
 def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:

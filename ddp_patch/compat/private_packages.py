@@ -41,6 +41,7 @@ __all__ = [
     "full_name",
     "gather_in_accelerate",
     "held_loaders",
+    "is_hugging_face_stage",
     "is_hugging_face_table",
     "is_of_energon",
     "is_single_node_only",
@@ -92,8 +93,12 @@ def may_hold_a_normal() -> bool:
 
 
 def is_split_by_node(dataset: object) -> bool:
-    """Return whether an iterable dataset went through ``split_dataset_by_node()``, which leaves only a private mark."""
-    return isinstance(dataset, IterableDataset) and getattr(dataset, "_distributed", None) is not None
+    """Return whether ``split_dataset_by_node()`` has split an iterable dataset, which leaves only a private mark.
+
+    Of one node, as in a script that passes ``world_size=1``, it leaves the mark and splits nothing.
+    """
+    split = getattr(dataset, "_distributed", None) if isinstance(dataset, IterableDataset) else None
+    return split is not None and getattr(split, "world_size", None) != 1
 
 
 def is_hugging_face_table(dataset: object) -> bool:
@@ -129,18 +134,19 @@ def loses_items_when_loaded(dataset: object) -> bool:
     """
 
     def is_stage(part: object) -> bool:
-        return isinstance(part, IterableDataset) or _is_hugging_face_stage(part)
+        return isinstance(part, IterableDataset) or is_hugging_face_stage(part)
 
     return any(_is_any_of(type(stage), {_BUFFERS}) for stage in walk(dataset, lambda stage: held(stage, is_stage)))
 
 
 def forget_loaded_state(dataset: object) -> None:
     """Make a dataset's next pass over an epoch whole: it would begin again where the latest state was taken."""
-    if getattr(dataset, "_starting_state_dict", None) is not None and _is_hugging_face_stage(dataset):
+    if getattr(dataset, "_starting_state_dict", None) is not None and is_hugging_face_stage(dataset):
         vars(dataset)["_starting_state_dict"] = None
 
 
-def _is_hugging_face_stage(value: object) -> bool:
+def is_hugging_face_stage(value: object) -> bool:
+    """Return whether it is a stage of a Hugging Face stream: of its own, it is no dataset."""
     return any(kind.__module__ == _HUGGING_FACE for kind in type(value).__mro__)
 
 

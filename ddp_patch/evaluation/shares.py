@@ -132,7 +132,8 @@ def _share(at: str, facts: LoaderFacts[Any], schedule: Schedule, step: int | Non
     sample = "item" if facts.unit is ShardedUnit.UNBATCHED else "sample"
     sizes = np.array([record.samples for record in records], np.int64)
     # Batches of one sample are the samples. Of an empty batch, no row would tell where it was.
-    takes_lists = step is None and sample == "sample" and (bool(sizes.all()) if is_whole else facts.batching.size > 1)
+    has_batches = bool(sizes.all()) if facts.unit is ShardedUnit.BATCH else facts.batching.size > 1
+    takes_lists = step is None and sample == "sample" and has_batches
     # Each part's padding comes at its own end, in the midst of what other workers give.
     own, row = np.array([one.real_samples for one in records], np.int64), _row_in_batch(sizes)
     real = np.flatnonzero(row < np.repeat(own, sizes))

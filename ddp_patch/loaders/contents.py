@@ -2,25 +2,27 @@
 
 import copy
 import os
+import re
 from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from ddp_patch.compat.private_packages import is_hugging_face_table, is_table, rows_at
+from ddp_patch.compat.private_packages import is_hugging_face_stage, is_hugging_face_table, is_table, rows_at
 from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import is_users
-from ddp_patch.walks import LOOKED_AT, stored
+from ddp_patch.walks import LOOKED_AT, held, stored, walk
 
-__all__ = ["Content", "HeldData", "chosen_samples", "held_by"]
+__all__ = ["Content", "HeldData", "chosen_samples", "first_differing", "held_by"]
 
 # How many elements are compared, evenly spread: by all that they are, and by their names and whole numbers alone.
 _WHOLLY, _BY_NAME = 16, 1024
@@ -29,6 +31,11 @@ _FEW = 8
 # Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
 _PLAIN = (list, tuple, range, array, np.ndarray, np.memmap, torch.Tensor)
 _DICTS = (dict, OrderedDict, defaultdict)
+
+# Attributes whose names have one of these words may hold something else on each rank.
+_OWN = ("seed", "rank", "device", "cache")
+# What tempfile calls a folder or file that is one process's alone, and what signs a URL.
+_OF_ONE_PROCESS = re.compile(r"\btmp[a-z0-9_]{8}\b|(?<=.)\?.*")
 
 
 class Content(NamedTuple):
@@ -136,27 +143,64 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
     )
 
 
-def held_by(dataset: Any) -> str:
-    """Return a fingerprint of the whole numbers and texts that a dataset and what it wraps hold, alone or in lists.
+def held_by(dataset: Any) -> dict[str, list[Any]]:
+    """Return the lists of texts and of whole numbers that a dataset and what it wraps hold, such as files, by name.
 
-    Those of two ranks differ where each made its dataset for a part of the data: a first number, or a list of files.
-    Seeds, ranks and devices may differ rightly.
+    Of each there is the length, and then a few elements. Those of two ranks differ where each made its dataset for a
+    part of the data. A value by itself may differ rightly: an id, a date, a folder; and so may seeds, ranks, devices
+    and caches. Names that ``tempfile`` makes, and what follows a ``?`` in a URL, don't count.
 
     Examples:
         >>> class Part(torch.utils.data.Dataset):
-        ...     def __init__(self, start):
-        ...         self.start = start
-        >>> held_by(Part(0)) == held_by(Part(0)), held_by(Part(0)) == held_by(Part(1))
-        (True, False)
+        ...     def __init__(self, files):
+        ...         self.files, self.made_by = files, id(self)
+        >>> held_by(Part(["data/0.tar", "data/1.tar"]))
+        {'Part.files': [2, '0.tar', '1.tar']}
     """
-    found: list[Any] = []
-    for part in islice(nested_datasets(dataset), LOOKED_AT):
-        for name, value, depth in _attributes(part):
-            values = [value] if type(value) in {int, str} else _sequence(value)
-            is_own = any(word in name.lower().rpartition(".")[2] for word in ("seed", "rank", "device"))
-            if values is not None and not is_own:
-                found.append([name, len(values), _Column(name, values, depth, "", 0).elements(_WHOLLY)])
-    return fingerprint(found)
+    found: dict[str, list[Any]] = {}
+    seen = set[int]()
+    for part in islice(walk(dataset, partial(held, is_wanted=_is_of_stream)), LOOKED_AT):
+        for name, value, _ in _attributes(part):
+            is_own = any(word in name.lower().rpartition(".")[2] for word in _OWN)
+            if is_own or id(value) in seen or (values := _sequence(value)) is None:
+                continue
+            seen.add(id(value))
+            elements = [_named(element) for element in _Column(name, values, 0, "", 0).elements(_WHOLLY)]
+            if None not in elements and bool(elements) == bool(len(values)):
+                like = sum(known.partition(" (")[0] == name for known in found)
+                found[f"{name} (number {like + 1})" if like else name] = [len(values), *elements]
+    return found
+
+
+def _is_of_stream(part: object) -> bool:
+    return isinstance(part, Dataset) or is_hugging_face_stage(part)
+
+
+def _named(element: Any) -> str | int | None:
+    """Return a described element as errors show it, if it is a text or a whole number."""
+    if isinstance(element, list) and element and all(isinstance(part, str) for part in element):
+        return _OF_ONE_PROCESS.sub("", "/".join(element))
+    return element if isinstance(element, int) and not isinstance(element, bool) else None
+
+
+def first_differing(of_ranks: Mapping[int, Mapping[str, Sequence[Any]]]) -> dict[int, dict[str, object]]:
+    """Return for each rank what it has where the first of the lists differs that ``held_by`` has told on every rank.
+
+    Examples:
+        >>> first_differing({0: {"Part.files": [2, "0.tar", "1.tar"]}, 1: {"Part.files": [2, "0.tar", "3.tar"]}})
+        {0: {'Part.files[1]': '1.tar'}, 1: {'Part.files[1]': '3.tar'}}
+    """
+    for name in next(iter(of_ranks.values())):
+        told = [held[name] for held in of_ranks.values() if name in held]
+        if len(told) < len(of_ranks) or all(one == told[0] for one in told):
+            continue
+        columns = [*zip(*told, strict=False)]
+        place = next((place for place, column in enumerate(columns) if place and len({*column}) > 1), None)
+        names = {} if len({*columns[0]}) == 1 else {0: f"len({name})"}
+        if place is not None:
+            names[place] = f"{name}[{_spread(min(columns[0]), _WHOLLY)[place - 1]}]"
+        return {rank: {names[at]: one[at] for at in names} for rank, one in zip(of_ranks, told, strict=True)}
+    return {rank: {} for rank in of_ranks}
 
 
 class HeldData:

@@ -2,10 +2,13 @@
 
 import copy
 import inspect
+import warnings
+import weakref
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final, TypeVar
 
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat.private_packages import LIGHTNING_ARGUMENTS
@@ -16,7 +19,7 @@ from ddp_patch.compat.private_torch import (
     has_own_iteration,
     has_own_iterators,
 )
-from ddp_patch.errors import UnsupportedLoaderError
+from ddp_patch.errors import UnpatchedLoaderWarning, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.loaders.samples import iterated_by
 from ddp_patch.validation import check_flag
@@ -29,8 +32,10 @@ __all__ = [
     "copies_plainly",
     "copy_loader",
     "extract_loader_parameters",
+    "notice_if_iterated",
     "repeated_in",
     "repeater_in",
+    "state_for_copies",
     "with_repeated",
 ]
 
@@ -151,6 +156,14 @@ def copies_plainly(kind: type) -> bool:
     return all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in _COPYING)
 
 
+def state_for_copies(loader: Any, **more: Any) -> Any:
+    """Return what a copy of a loader has for attributes: those of the loader without methods of ours, and more."""
+    state: Any = object.__getstate__(loader)
+    attributes, *slots = state if isinstance(state, tuple) else (state,)
+    kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS} | more
+    return (kept, *slots) if slots else kept
+
+
 def copy_loader(loader: L, **replaced: Any) -> L:
     """Return a shallow copy of the loader, with some attributes replaced.
 
@@ -192,3 +205,44 @@ def change_loader(loader: L, **replaced: Any) -> L:
                 "DDPSamplerWrapper as its sampler."
             )
     return loader
+
+
+class _Original:
+    """Makes the next iterator of a loader that was left as it is, and warns: its patched copy may be meant.
+
+    It goes after that, and is in no copy of the loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any], patched_at: str) -> None:
+        self._loader, self._patched_at = weakref.ref(loader), patched_at
+        vars(loader).update({MAKE_ITERATOR: self, COPY: self._state})
+
+    def _state(self) -> Any:
+        return state_for_copies(self._loader())
+
+    def __call__(self) -> Any:
+        loader: Any = self._loader()
+        for name in (MAKE_ITERATOR, COPY):
+            del vars(loader)[name]
+        if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+            name = type(loader).__name__
+            warnings.warn(
+                f"This {name} gives each of {ranks} ranks all of its data: patch_dataloader_to_ddp(), called at "
+                f"{self._patched_at}, has returned a patched copy and left this one as it is. If the copy was thrown "
+                "away, write loader = patch_dataloader_to_ddp(loader) there. If this rank is to read everything, as to "
+                "validate on rank 0 alone, ignore this: it comes once.",
+                UnpatchedLoaderWarning,
+                stacklevel=3,
+            )
+        return getattr(type(loader), MAKE_ITERATOR)(loader)
+
+
+def notice_if_iterated(loader: DataLoader[Any], patched_at: str) -> None:
+    """Warn once if a loader is iterated on several ranks, of which a patched copy was returned.
+
+    Args:
+        loader: The loader that was left as it is. One whose class has a way of its own to copy it is left alone.
+        patched_at: Where that was, for the warning.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1 and copies_plainly(type(loader)):
+        _Original(loader, patched_at)

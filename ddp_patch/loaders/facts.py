@@ -15,7 +15,7 @@ from ddp_patch.compat.private_packages import ITERATORS_KEPT_FOR_STATES
 from ddp_patch.compat.private_torch import RUNNING_ITERATOR, RunningLoader, has_own_iteration, is_torch_batch_sampler
 from ddp_patch.loaders.contents import Content, HeldData, chosen_samples, held_by
 from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
-from ddp_patch.loaders.recognition import HeldWorld, may_ask_rank, samplers_in_use, sharded_by, world_of
+from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, says_ranks_differ, sharded_by, world_of
 from ddp_patch.loaders.samples import is_one_shot, length_of, nested_samplers, or_unknown, steps_of
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import RandomGenerator, random_generators
@@ -308,7 +308,6 @@ def data_of(dataset: object) -> str:
     return fingerprint([(one.name, one.fingerprint) for one in chosen_samples(dataset)])
 
 
-def held_for_workers(facts: LoaderFacts[Any]) -> Mapping[str, str]:
+def held_for_workers(facts: LoaderFacts[Any]) -> Mapping[str, Sequence[Any]]:
     """Return what must be the same on every rank of an iterable dataset that is to split itself by workers."""
-    dataset = facts.dataset
-    return {} if may_ask_rank(dataset) else {f"files and numbers that {type(dataset).__name__} holds": held_by(dataset)}
+    return {} if says_ranks_differ(facts.dataset) else held_by(facts.dataset)

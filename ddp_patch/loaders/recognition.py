@@ -41,6 +41,7 @@ __all__ = [
     "require_loader",
     "samplers_in_use",
     "samplers_within",
+    "says_ranks_differ",
     "sharded_by",
     "shards_itself",
     "streams_in",
@@ -140,7 +141,8 @@ def sharded_by(loader: DataLoader[Any]) -> object | None:
     holders = chain(samplers_within(iterated_by(loader)), _in_dataset(loader.dataset))
     found = next(filter(shards_itself, holders), None)
     # Numbers in a loader prove nothing: it draws from its sampler, which would have them too.
-    return loader if found is None and _says(loader) else found
+    counts = _says(loader) or (_says(loader) is None and shards_in_accelerate(type(loader)))
+    return loader if found is None and counts else found
 
 
 def _in_dataset(dataset: object) -> Iterator[object]:
@@ -155,30 +157,36 @@ def _in_dataset(dataset: object) -> Iterator[object]:
 def shards_itself(holder: object) -> bool:
     """Return whether a sampler or dataset shards by itself.
 
-    It does if it says ``is_ddp_aware = True``, and does not if it says False. If it says nothing, these do: a
-    ``DistributedSampler``, what accelerate shards with, a Hugging Face stream that was split by node, and whatever was
-    made for one rank of several.
+    It does if it says ``is_ddp_aware = True``, and does not if it says False. If it says nothing, whatever was made for
+    one rank of several does, and nothing that was made for one of one. If it tells no world, these do: a
+    ``DistributedSampler``, what accelerate shards with, a Hugging Face stream that was split by node.
     """
-    said = _says(holder)
-    return said if said is not None else (world_of(holder) or (0, 1))[1] > 1
+    if (said := _says(holder)) is not None:
+        return said
+    world = world_of(holder)
+    return _is_known(holder) if world is None else world[1] > 1
 
 
 def _says(holder: object) -> bool | None:
-    """Return what it says itself, or True if its kind is known to shard; None if that leaves it open."""
+    """Return what it says itself; None if it says nothing."""
     said = getattr(holder, "is_ddp_aware", None)
-    if isinstance(said, bool):
-        return said
-    is_known = isinstance(holder, DistributedSampler) or shards_in_accelerate(type(holder))
-    return is_known or (isinstance(holder, IterableDataset) and is_split_by_node(holder)) or None
+    return said if isinstance(said, bool) else None
+
+
+def _is_known(holder: object) -> bool:
+    """Return whether it is of a kind that shards, as far as it was made for several ranks."""
+    return isinstance(holder, DistributedSampler) or shards_in_accelerate(type(holder)) or is_split_by_node(holder)
+
+
+def says_ranks_differ(dataset: object) -> bool:
+    """Return whether a dataset says, by ``is_ddp_aware = False``, that its ranks may differ, and do not shard."""
+    return any(_says(part) is False for part in nested_datasets(dataset))
 
 
 def may_ask_rank(dataset: object) -> bool:
-    """Return whether a dataset may ask for its rank, and hold other things on each rank, without sharding by it.
-
-    It may if its class says ``is_ddp_aware = False``. webdataset asks for rank and worker in one.
-    """
-    said = [getattr(part, "is_ddp_aware", None) for part in nested_datasets(dataset)]
-    return False in said or any(type(part).__module__.startswith("webdataset.") for part in nested_datasets(dataset))
+    """Return whether a dataset may ask for its rank and not shard by it: webdataset asks for its worker so, too."""
+    is_webs = any(type(part).__module__.startswith("webdataset.") for part in nested_datasets(dataset))
+    return is_webs or says_ranks_differ(dataset)
 
 
 def tell_if_assumed(holder: object) -> None:
@@ -189,7 +197,7 @@ def tell_if_assumed(holder: object) -> None:
     Args:
         holder: What counts as sharded.
     """
-    if _says(holder) is not None or (world := world_of(holder)) is None:
+    if _says(holder) is not None or _is_known(holder) or (world := world_of(holder)) is None:
         return
     text = (
         f"{type(holder).__name__} stores that it is for rank {world[0]} of {world[1]}, so it counts as sharded, and "

@@ -4,7 +4,7 @@ from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, LeaderError, RankMismatchError
-from ddp_patch.loaders.contents import Content
+from ddp_patch.loaders.contents import Content, first_differing
 from ddp_patch.loaders.facts import Claim, StreamFacts
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
@@ -144,6 +144,7 @@ class Subject:
         made_for: The rank and the number of ranks that an already sharded loader was made for, if known.
         label: Its name among several loaders; empty for a single one.
         claim: What it shows of being sharded already; None if it is not, or was compared before.
+        held: Which lists its dataset holds, such as files, where that splits itself over all ranks' workers.
     """
 
     compared: Mapping[str, object]
@@ -151,6 +152,7 @@ class Subject:
     made_for: HeldWorld | None = None
     label: str = ""
     claim: Claim | None = None
+    held: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 # What a rank reports of all its loaders, or of one; what the first rank decides on one. As JSON has it.
@@ -248,6 +250,7 @@ def _report(options: Options, subject: Subject, generators: Sequence[RandomGener
         "generators": [*map(generator_state, generators)] if is_first else [],
         "made_for": subject.made_for,
         "claim": subject.claim,
+        "held": subject.held,
     }
 
 
@@ -266,8 +269,10 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
             require_same_samples({rank: [Content(*told) for told in one["samples"]] for rank, one in of_ranks.items()})
     facts: dict[int, dict[str, object]] = {rank: {} for rank in reported}
     for label, of_ranks in loaders:
+        differing = first_differing({rank: loader["held"] for rank, loader in of_ranks.items()})
         for rank, loader in of_ranks.items():
-            facts[rank] |= {f"{label} {name}".strip(): value for name, value in loader["compared"].items()}
+            found = {**loader["compared"], **differing[rank]}
+            facts[rank] |= {f"{label} {name}".strip(): value for name, value in found.items()}
     require_same(AGREEING, {rank: facts[rank] | report["common"] for rank, report in reported.items()})
     shares = {rank: report["share"] for rank, report in reported.items()}
     for label, of_ranks in loaders:

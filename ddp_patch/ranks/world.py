@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
@@ -13,24 +13,23 @@ from ddp_patch.compat.private_torch import root_mesh
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.validation import check_rank, whole_number
 
-__all__ = ["DATA_PARALLEL_DIMENSIONS", "World", "find_world"]
+__all__ = ["World", "find_world"]
 
 
-# The common names of mesh dimensions that split the data; all others replicate it.
-DATA_PARALLEL_DIMENSIONS = (
-    "dp",
-    "dp_replicate",
-    "dp_shard",
-    "ddp",
-    "fsdp",
-    "hsdp",
-    "replicate",
-    "shard",
-    "data_parallel",
+# Names of mesh dimensions that split the data, in small letters, as torch, torchtitan, Megatron, veScale, accelerate,
+# transformers, Lightning and torchprime use them.
+_DATA_PARALLEL = (
+    *("dp", "dp_replicate", "dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep", "dp_outer", "dp_inner", "ddp", "fsdp"),
+    *("hsdp", "replicate", "replica", "shard", "batch", "data", "data_parallel"),
 )
 
-# The common names of those that never split it: a sub-mesh of these is a mistake.
-_MODEL_PARALLEL_DIMENSIONS = ("tp", "cp", "sp", "pp", "ep", "tensor", "context", "sequence", "pipeline", "expert")
+# Names of those that never split it. Experts (ep, expert, efsdp) are in neither: their ranks mostly have data of their
+# own, but in some meshes the same. Nor are names that join both (dp_cp, dp_shard_cp).
+_MODEL_PARALLEL = (
+    *("tp", "cp", "sp", "pp", "mp", "etp", "ulysses", "ring", "tensor", "context", "sequence", "pipeline", "pipe"),
+    *("stage", "model", "tensor_parallel", "context_parallel", "sequence_parallel", "pipeline_parallel"),
+    "model_parallel",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +165,7 @@ def _mesh_world(mesh: DeviceMesh) -> World:
             f"device_mesh={mesh!r} is a {type(mesh).__name__}, no DeviceMesh. Pass what init_device_mesh() returned."
         )
     names, whole = tuple(mesh.mesh_dim_names or map(str, range(mesh.ndim))), root_mesh(mesh)
-    chosen = [name for name in names if name in DATA_PARALLEL_DIMENSIONS]
-    if not chosen:
-        is_part = mesh.ndim < whole.ndim
-        if not (is_part or mesh.ndim == 1) or any(name in _MODEL_PARALLEL_DIMENSIONS for name in names):
-            raise InvalidOptionError(
-                f"The device_mesh has the dimensions {names}, and none of them is known to split the data. Pass the "
-                'sub-mesh of those that do, as device_mesh=mesh["replicate", "shard"], or name them dp, dp_replicate, '
-                "dp_shard or the like."
-            )
-        chosen = list(names)
+    chosen = _dimensions_that_split(mesh, names, is_part=mesh.ndim < whole.ndim or mesh.ndim == 1)
     if whole.mesh_dim_names is not None and set(chosen) <= set(whole.mesh_dim_names):
         # Even with mesh["dp"] alone, ranks that differ in other dimensions must agree too.
         mesh, names = whole, whole.mesh_dim_names
@@ -187,6 +177,29 @@ def _mesh_world(mesh: DeviceMesh) -> World:
     rows = mesh.mesh.permute(first).reshape(num_replicas, -1).tolist()
     members = {member: share for share, row in enumerate(rows) for member in row}
     return World(members[dist.get_rank()], num_replicas, dict(sorted(members.items())))
+
+
+def _dimensions_that_split(mesh: DeviceMesh, names: Sequence[str], *, is_part: bool) -> Sequence[str]:
+    """Return the names of a mesh's dimensions that split the data.
+
+    Known names say so. Whoever passes a part of a mesh says it of all of the part, unless known names contradict.
+    """
+    known = [name for name in names if name.lower() in _DATA_PARALLEL]
+    others = [name for name in names if name.lower() not in _DATA_PARALLEL + _MODEL_PARALLEL]
+    unknown = {name: size for name, size in zip(names, mesh.mesh.shape, strict=True) if name in others and size > 1}
+    if is_part and len(known) + len(others) == len(names):
+        return names
+    if known and not unknown:
+        return known
+    why = "none of them is known to split the data"
+    if known:
+        told = " and ".join(f"{name!r} (of size {size})" for name, size in unknown.items())
+        why = f"nothing says whether {told} splits the data, as {' and '.join(map(repr, known))} does"
+    raise InvalidOptionError(
+        f"The device_mesh has the dimensions {tuple(names)}, and {why}. Pass the sub-mesh of all that do, as "
+        'device_mesh=mesh["replicate", "shard"]; if every dimension does, leave device_mesh= out; or name them dp, '
+        "dp_replicate, dp_shard or the like where the mesh is made."
+    )
 
 
 def _refuse_announced_world() -> None:

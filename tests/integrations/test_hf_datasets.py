@@ -99,6 +99,11 @@ def on_rank(rank: int, world_size: int, persistent: bool) -> tuple[list[list[int
     dataset = streamed().shuffle(seed=1, buffer_size=5)
     patched = patch_dataloader_to_ddp(loader(dataset, num_workers=2, persistent_workers=persistent))
     epochs = [[number for batch in patched for number in numbers(batch)] for _ in range(3)]
+    whole_stream = loader(split_dataset_by_node(dataset, 0, 1))  # which splits nothing
+    assert not check_loaders_is_patched(whole_stream)
+    of_one_node = [number for batch in patch_dataloader_to_ddp(whole_stream, seed=0) for number in numbers(batch)]
+    assert len(of_one_node) == -(-N // world_size)
+    epochs.append(of_one_node)
     split = partial(split_dataset_by_node, rank=rank, world_size=world_size)
     whole, halves = map_style(), map_style().select(range(N - 1))
     splits = [split(dataset) for dataset in (whole, halves, halves.shuffle(seed=1), streamed())]

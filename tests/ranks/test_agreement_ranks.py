@@ -5,6 +5,7 @@ import inspect
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -254,6 +255,17 @@ MESHES: list[tuple[tuple[int, ...], tuple[str, ...], list[set[int]]]] = [
     ((2, 2), ("pp", "fsdp"), [{0, 2}, {1, 3}]),
     ((2, 2, 1), ("dp_replicate", "dp_shard", "tp"), [{0}, {1}, {2}, {3}]),
     ((1, 2, 2), ("pp", "dp", "cp"), [{0, 1}, {2, 3}]),
+    ((1, 2, 2, 1), ("pp", "dp_shard_mod_ep", "dp_shard_in_ep", "cp"), [{0}, {1}, {2}, {3}]),
+    ((2, 1, 1, 2), ("data", "fsdp", "expert", "tensor"), [{0, 1}, {2, 3}]),
+    ((2, 2), ("DP", "TP"), [{0, 1}, {2, 3}]),
+]
+
+# Meshes with a dimension of which nobody knows whether it splits the data, beside one that does; and which one it is.
+UNUSUAL: list[tuple[tuple[int, ...], tuple[str, ...], str]] = [
+    ((2, 2), ("node", "fsdp"), "'node' (of size 2)"),
+    ((2, 2), ("dp_replicate", "ep"), "'ep' (of size 2)"),
+    ((1, 2, 2), ("dp_replicate", "dp_shard_cp", "tp"), "'dp_shard_cp' (of size 2)"),
+    ((2, 2, 1), ("rows", "columns", "dp"), "'rows' (of size 2) and 'columns' (of size 2)"),
 ]
 
 
@@ -280,6 +292,18 @@ def on_a_mesh_of_other_names(rank: int, world_size: int) -> list[Any]:
     ]
 
 
+def on_a_mesh_with_an_unusual_name_beside_a_usual_one(rank: int, world_size: int) -> list[Any]:
+    """The whole mesh; then, as the error says, the part of it that splits the data, or no mesh at all."""
+    seed_ambient(rank)
+    told = []
+    for shape, names, _ in UNUSUAL:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        told.append(said(partial(patch_dataloader_to_ddp, loader(), device_mesh=mesh)))
+    nodes = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("node", "fsdp", "tp"))
+    parts = [nodes["node", "fsdp"], nodes["fsdp"], None]
+    return [told, [items(patch_dataloader_to_ddp(loader(), device_mesh=part)) for part in parts]]
+
+
 def worlds_that_differ(rank: int, world_size: int) -> list[tuple[str, str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     return [
@@ -290,7 +314,16 @@ def worlds_that_differ(rank: int, world_size: int) -> list[tuple[str, str]]:
 
 
 def test_four_ranks_share_over_the_data_parallel_dimensions_of_a_mesh_or_are_told_of_others() -> None:
-    ranks, named, differing = run_each(4, on_meshes, on_a_mesh_of_other_names, worlds_that_differ)
+    ranks, named, unusual, differing = run_each(
+        4, on_meshes, on_a_mesh_of_other_names, on_a_mesh_with_an_unusual_name_beside_a_usual_one, worlds_that_differ
+    )
+    for rank, (refused, of_parts) in enumerate(unusual):
+        for (name, message), (_, all_of_it, which) in zip(refused, UNUSUAL, strict=True):
+            assert name == "InvalidOptionError"
+            facts = (f"dimensions {all_of_it}", f"whether {which} splits the data")
+            assert_tells(message, facts, "leave device_mesh= out")
+        fourth_part, half = ([item % N for item in range(rank % shares, N + 1, shares)] for shares in (4, 2))
+        assert of_parts == [fourth_part, half, fourth_part]
     for place, (_, _, alike) in enumerate(MESHES):
         shares = [{tuple(ranks[rank][place]) for rank in group} for group in alike]
         assert [len(share) for share in shares] == [1] * len(alike)

@@ -82,6 +82,10 @@ CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
         [("not for these 2 ranks", "rank 0 of 4 on rank 0", "rank 1 of 4 on rank 1"), ("own rank", "process_group=")],
     ),
     "made for one process": (lambda rank, ranks: over(Made(0, 1)), ["patched"]),
+    "a DistributedSampler for one process": (
+        lambda rank, ranks: over(DistributedSampler(Indices(), 1, 0)),
+        ["patched"],
+    ),
     "of the same seed": (lambda rank, ranks: over(DistributedSampler(Indices(), ranks, rank, seed=117)), SAME),
     "a DistributedSampler of a part": (
         lambda rank, ranks: DataLoader(part(rank, ranks), sampler=DistributedSampler(part(rank, ranks), ranks, rank)),

@@ -298,7 +298,7 @@ def test_loaders_whose_shares_cannot_be_told(name: str, operation: Any, monkeypa
             (name, "Doubled", "sharded sampler"),
             patched_one,
         ),
-        (loader(sampler=DistributedSampler(Indices(), rank=0, num_replicas=1)), NotPatchedError, *sharded),
+        (loader(sampler=DistributedSampler(Indices(), rank=0, num_replicas=2)), NotPatchedError, *sharded),
     ):
         with raises(error, facts, remedy):
             operation(given)

@@ -43,6 +43,27 @@ BATCHES = [[0, 1, 2], [3], [], [4, 5], [6, 7, 8, 9], [10]]
 
 
 @pytest.mark.parametrize("uneven", ["pad", "keep"])
+def test_lists_of_parts_of_batches_come_as_lists_of_whole_ones(uneven: Any) -> None:
+    """Some ranks' parts are padding, or have one sample each."""
+    filled = [batch for batch in BATCHES if batch]
+    of_three = [[*range(N)][at : at + 3] for at in range(0, N, 3)]
+    ways: list[tuple[list[list[int]], dict[str, Any]]] = [
+        (of_three, {"sampler": list(range(N)), "batch_size": 3}),
+        ([[item] for item in range(N)], {"sampler": list(range(N)), "batch_size": 1}),
+        (filled, {"batch_sampler": filled}),
+    ]
+    for (expected, given), world_size in product(ways, (1, 2, 3, 5)):
+        loaders = shares(world_size, share="within_batches", uneven=uneven, **given)
+        batches = [list(one) for one in loaders]
+        lists = together([[in_lists(batch) for batch in of_rank] or None for of_rank in batches], loaders)
+        assert_same(lists, [in_lists(batch) for batch in expected])
+        apart = together([([*of_rank], {"b": [*of_rank]}) if of_rank else None for of_rank in batches], loaders)
+        assert apart == (expected, {"b": expected})
+        rows = together([[item for batch in of_rank for item in batch] or None for of_rank in batches], loaders)
+        assert rows == [item for batch in expected for item in batch]
+
+
+@pytest.mark.parametrize("uneven", ["pad", "keep"])
 def test_whole_batches_have_rows_or_are_a_list_unless_one_is_empty(uneven: Any) -> None:
     filled = [batch for batch in BATCHES if batch]
     for world_size, given_batches in product((1, 2, 4, 5, 7), (BATCHES, filled)):

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterator
+from datetime import date
 from functools import partial
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -17,6 +19,7 @@ from zoo import Source
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
+from ddp_patch.loaders.contents import first_differing
 from ddp_patch.loaders.facts import held_for_workers, look_at
 from ddp_patch.options import Uneven
 from ddp_patch.ranks.exchange import require_same
@@ -222,20 +225,67 @@ class Holding(Split):
 
 
 def judge(*datasets: Any) -> None:
-    require_same("Agreeing", {rank: held_for_workers(look_at(DataLoader(one))) for rank, one in enumerate(datasets)})
+    held = {rank: held_for_workers(look_at(DataLoader(one))) for rank, one in enumerate(datasets)}
+    require_same("Agreeing", first_differing(held))
 
 
-def test_what_it_holds_is_the_same_on_every_rank() -> None:
-    files = [f"part-{number}" for number in range(6)]
-    judge(Holding(files=files, seed=1), Holding(files=[*files], seed=2))
-    for other in (files[1::2], files[::-1]):
-        with raises(
-            RankMismatchError, ("files and numbers that Holding holds", "ranks 1, 2"), "the same on every rank"
-        ):
-            judge(Holding(files=files), Holding(files=other), Holding(files=other))
-    aware: Any = [Holding(start=rank) for rank in (0, 1)]
-    with raises(RankMismatchError, "Holding holds", "the same on every rank"):
-        judge(*aware)
-    for one in aware:
-        one.is_ddp_aware = False
-    judge(*aware)
+FILES = [f"part-{number}" for number in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("held", "other", "told"),
+    [
+        (FILES, FILES[1::2], ("len(Holding.held): 6 on rank 0; 3", "Holding.held[0]: part-0 on rank 0; part-1")),
+        (FILES, FILES[::-1], ("Holding.held[0]: part-0 on rank 0; part-5 on ranks 1, 2",)),
+        (FILES, [*FILES[:5], "part-7"], ("Holding.held[5]: part-5 on rank 0; part-7",)),
+        (FILES, [], ("len(Holding.held): 6 on rank 0; 0",)),
+        (range(50), range(50, 100), ("Holding.held[0]: 0 on rank 0; 50",)),
+        (torch.arange(100), torch.arange(100, 200), ("Holding.held[0]: 0 on rank 0; 100",)),
+        ({"train": FILES}, {"train": FILES[3:]}, ("Holding.held['train'][0]: part-0 on rank 0; part-3",)),
+        (Path("/data/a/0.tar"), [Path("/data/a/1.tar")], ()),  # one of them is no list
+        (
+            ["a/0/images", "a/1/images"],
+            ["b/0/images", "b/2/images"],
+            ("Holding.held[1]: 1/images on rank 0; 2/images",),
+        ),
+    ],
+)
+def test_each_rank_holds_files_of_its_own(held: Any, other: Any, told: tuple[str, ...]) -> None:
+    """The data would be split over all workers once more: the error shows where the lists differ."""
+    datasets = Holding(held=held), Holding(held=other), Holding(held=other)
+    if not told:
+        judge(*datasets)
+    else:
+        with raises(RankMismatchError, told, "the same on every rank"):
+            judge(*datasets)
+        for one in datasets:
+            vars(one)["is_ddp_aware"] = False
+        judge(*datasets)
+
+
+class Token:
+    """Stands for what a package keeps under a key that it makes of this process and thread."""
+
+    def __init__(self, rank: int) -> None:
+        self.by_token = {f"{rank:032x}": {"paths": [f"listed-{rank}"], "token": f"{rank:032x}"}}
+
+
+@pytest.mark.parametrize(
+    "of_rank",
+    [
+        lambda rank: f"{rank:032x}",  # an id
+        lambda rank: 1_700_000_000 + rank,  # a date
+        lambda rank: date(2024, 1, 1 + rank),
+        lambda rank: f"/data/of-rank-{rank}/files",
+        lambda rank: [f"/local/tmpabcdefg{rank}"],  # as tempfile names a folder
+        lambda rank: [f"/local/tmpabcdefg{rank}/{name}" for name in FILES],
+        lambda rank: [f"/home/user-{rank}/data/{name}" for name in FILES],
+        lambda rank: [f"https://example.org/{name}?signature={rank}" for name in FILES],
+        lambda rank: [0.5 + rank, 1.5],  # times
+        lambda rank: {"cache": [f"read-{number}" for number in range(rank)]},
+        lambda rank: {"seeds": [rank], "ranks": [rank], "devices": [f"cuda:{rank}"]},
+        Token,
+    ],
+)
+def test_each_rank_holds_something_that_is_no_list_of_files(of_rank: Any) -> None:
+    judge(*(Holding(files=FILES, held=of_rank(rank)) for rank in range(3)))

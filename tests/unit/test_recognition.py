@@ -146,6 +146,10 @@ class Drawing(IterableDataset[int]):
         return iter(self.sampler)
 
 
+class OfLightning(DistributedSampler[Any]):
+    """As Lightning's, which derive from torch's."""
+
+
 def over(sampler: Any) -> DataLoader[Any]:
     return DataLoader(Indices(), sampler=sampler, batch_size=4)
 
@@ -165,6 +169,9 @@ MAKERS: list[Callable[[int, int], DataLoader[Any]]] = [
     lambda rank, ranks: DataLoader(Within(_datasets=[litdata(rank, ranks), litdata(rank, ranks)])),
     lambda rank, ranks: DataLoader(timm(rank, ranks)),
     lambda rank, ranks: DataLoader(Drawing(OfMMEngine(rank, ranks))),
+    lambda rank, ranks: over(DistributedSampler(Indices(), rank=rank, num_replicas=ranks)),
+    lambda rank, ranks: by_batches(DistributedSampler(Indices(), rank=rank, num_replicas=ranks, shuffle=False)),
+    lambda rank, ranks: over(OfLightning(Indices(), rank=rank, num_replicas=ranks)),
 ]
 
 
@@ -184,6 +191,19 @@ def test_what_was_made_for_one_rank_of_several_stays_or_is_refused_and_for_one_p
     patched = patch_dataloader_to_ddp(of_one, rank=1, num_replicas=4)
     assert patched is not of_one
     assert check_loaders_is_patched(patched)
+
+
+def test_a_distributed_sampler_for_one_process_is_shared_as_any_other_one() -> None:
+    """It shuffles by seed and epoch, and takes the epoch from the share."""
+    own: Any = DistributedSampler(Indices(), num_replicas=1, rank=0, seed=5)
+    given = DataLoader(Indices(), batch_size=4, sampler=own)
+    ranks = [patch_dataloader_to_ddp(given, rank=rank, num_replicas=2, uneven="keep") for rank in range(2)]
+    for epoch in range(2):
+        own.set_epoch(epoch)
+        whole = list(own)
+        for rank, loader in enumerate(ranks):
+            loader.set_epoch(epoch)
+            assert torch.cat([*loader]).tolist() == whole[rank::2]
 
 
 def test_ranks_that_replicate_each_other_share_as_one() -> None:
