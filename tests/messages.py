@@ -23,7 +23,7 @@ _VERBS = (
     "Ask|Begin|Build|Call|Correct|Give|Go|Iterate|Leave|Let|Look|Make|Mend|Name|Pass|Patch|Restore|Return|See|Set|Share|"
     "Shard|Split|Start|Store|Take|Use|Wrap"
 )
-REMEDY = re.compile(rf"(?:^|(?<=[.:]\s))(?i:{_VERBS})\s(?!\d)", re.MULTILINE)
+REMEDY = re.compile(rf"(?:^|(?<=[.:]\s))(?i:{_VERBS})\s(?![\d\0])", re.MULTILINE)
 
 
 def missing(text: str, words: Words) -> list[str]:

@@ -81,7 +81,9 @@ def _steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
         kept, remedy = "", "Patch it, in a single process with rank=0, num_replicas=1."
         if facts.repeater is None:  # which would not be patched either
             kept = f" (attribute {facts.iterator_in!r})"
-            remedy = f"Call it before you iterate the loader, or forget the iterator: loader.{facts.iterator_in} = None."
+            remedy = (
+                f"Call it before you iterate the loader, or forget the iterator: loader.{facts.iterator_in} = None."
+            )
         raise UnsupportedLoaderError(
             f"{operation} counts samples in a copy of a loader that is not patched, and an iterator runs in this "
             f"{type(loader).__name__}{kept}, which a copy does not have. {remedy}"

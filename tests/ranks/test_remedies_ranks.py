@@ -11,8 +11,10 @@ from quick import run_ranks
 from remedied import Met, left_over
 from remedied.ranks import OF_RANKS
 
-NAMES: dict[str, Any] = {name: import_module(name) for name in ("users", "random", "time", "torch", "zoo")} | {"dist": dist}
-for module in ("torch.utils.data", "ddp_patch"):
+NAMES: dict[str, Any] = {name: import_module(name) for name in ("copy", "users", "random", "time", "torch", "zoo")} | {
+    "dist": dist
+}
+for module in ("torch.utils.data", "ddp_patch", "ddp_patch.testing.ranks"):
     found = import_module(module)
     NAMES |= vars(found) | {name: getattr(found, name) for name in getattr(found, "__all__", ())}
 

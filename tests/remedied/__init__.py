@@ -20,7 +20,7 @@ from messages import REMEDY
 
 import ddp_patch
 
-__all__ = ["Met", "Untried", "is_of", "left_over", "met", "remedies_in"]
+__all__ = ["UNMET", "Met", "Untried", "is_of", "left_over", "met", "remedies_in"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,26 @@ class Untried:
     """Why a remedy is not tried."""
 
     why: str
+
+
+# What no row meets: how the text begins, and why.
+_RANKS_END = "tests/ranks/test_faults_ranks.py ends ranks, and starts all again"
+UNMET = {
+    "Give it several times for several loaders": "a help text: test_cli.py does so",
+    "Patch loaders first": "a help text: test_cli.py does so",
+    "Pass --traceback to see where": "test_cli.py does so",
+    "Pass a Python file": "Python finds a loader for each file that ends in .py",
+    "Split the dataset by torch": "test_audit.py has such a dataset, and the same split by its workers",
+    "Use a version that docs/compatibility": "of torch: test_missing.py takes names away",
+    "Use a loader whose workers are processes": "in a worker: test_seeds.py has threads; patching refuses loaders that say so",
+    "Look for the error of a rank that ended": _RANKS_END,
+    "Look for what the missing ranks do instead": _RANKS_END,
+    "Look for its error and start all ranks again": _RANKS_END,
+    "Take the state a step earlier": "workers that take 10 s to report an end",
+    "Begin the epoch again": "the same dataset with other items than before: test_parts_resume.py",
+    "Call gather_step": "tests/integrations/test_training.py, with accelerate",
+    "Patch a loader of the few samples to overfit": "tests/integrations/test_lightning.py, with Lightning",
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +96,7 @@ _BETWEEN = re.compile(r"\W|\b[Oo]r\b|\band\b")
 
 def left_over(message: str, row: Met) -> str:
     """Return what is wrong with a row of a message, or what the message says of remedies that no quote has."""
-    message = _SECTION.sub("", message)
+    message = _SECTION.sub("", message).partition("\nTraceback ")[0]
     if message.startswith("Caught "):  # by a DataLoader's worker, whose traceback comes first
         message = message.rpartition("Error: ")[2].rstrip()
     quotes = sorted((quote for quote, _ in row.remedies), key=len, reverse=True)
@@ -106,7 +126,7 @@ def remedies_in() -> Iterator[tuple[str, str, str]]:
             continue
         for line, text in _texts(ast.parse(path.read_text(encoding="utf-8"))):
             if (found := REMEDY.search(text)) is not None and len(text) > 25:
-                begins = re.split(r"\0|[.:;,(]", text[found.start() :])[0]
+                begins = re.split(r"\0|[.:;,(]| or ", text[found.start() :])[0]
                 yield f"{path.relative_to(folder)}:{line}", text[: found.start()], begins
 
 
@@ -120,7 +140,9 @@ def is_of(row: Met, facts: str, begins: str) -> bool:
 
 def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line of each text, and it, with a NUL for what is put in; no docstring."""
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Expr) for part in _within(node)}
+    inner = {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Expr) for part in _within(node)
+    }
     for node in ast.walk(tree):
         if id(node) in inner:
             continue

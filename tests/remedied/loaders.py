@@ -8,7 +8,11 @@ GROUP = "torch.distributed.init_process_group()"
 
 OF_OPTIONS: list[Met] = [
     *(
-        met(f"loader = patch(over(), {name}={value})", f"{name}={value} does not exist", (f"Pass one of these: {all_of}", value, first))
+        met(
+            f"loader = patch(over(), {name}={value})",
+            f"{name}={value} does not exist",
+            (f"Pass one of these: {all_of}", value, first),
+        )
         for name, value, all_of, first in [
             ("uneven", "'padd'", "'pad', 'drop', 'keep'", "'pad'"),
             ("order", "['seeded']", "'auto', 'seeded', 'leader'", "'seeded'"),
@@ -79,7 +83,11 @@ OF_OPTIONS: list[Met] = [
     met(
         "group()\nold = dist.new_group()\ndist.destroy_process_group()\nloader = patch_dataloader_to_ddp(over(), process_group=old)",
         "A process_group was given, and none is initialised",
-        (f"Call {GROUP} first, and pass a group that was made after it", "loader =", "group()\nold = dist.new_group()\nloader ="),
+        (
+            f"Call {GROUP} first, and pass a group that was made after it",
+            "loader =",
+            "group()\nold = dist.new_group()\nloader =",
+        ),
     ),
     met(
         "group()\nloader = patch_dataloader_to_ddp(over(), device_mesh='dp')",
@@ -89,7 +97,13 @@ OF_OPTIONS: list[Met] = [
     met(
         "group()\nmesh = init_device_mesh('cpu', (1, 1), mesh_dim_names=('pp', 'tp'))\nloader = patch_dataloader_to_ddp(over(), device_mesh=mesh)",
         "The device_mesh has the dimensions ('pp', 'tp')",
-        ("Pass the sub-mesh of those that do, as device_mesh=mesh[\"replicate\", \"shard\"]", "('pp', 'tp')", "('replicate', 'shard')", "=mesh)", '=mesh["replicate", "shard"])'),
+        (
+            'Pass the sub-mesh of those that do, as device_mesh=mesh["replicate", "shard"]',
+            "('pp', 'tp')",
+            "('replicate', 'shard')",
+            "=mesh)",
+            '=mesh["replicate", "shard"])',
+        ),
         ("name them dp, dp_replicate, dp_shard or the like", "'pp'", "'dp'"),
     ),
     met(
@@ -107,7 +121,10 @@ OF_OPTIONS: list[Met] = [
         "loader = patch_dataloader_to_ddp(over())",
         "patch_dataloader_to_ddp changed nothing: there is no process group",
         (f"Call {GROUP} first to train on several", "group()\nloader = patch_dataloader_to_ddp(over())"),
-        ("with Lightning's Trainer, patch in train_dataloader(), which is called when the group exists", Untried("as above")),
+        (
+            "with Lightning's Trainer, patch in train_dataloader(), which is called when the group exists",
+            Untried("as above"),
+        ),
     ),
     met(
         "loader = patch(over(), order='leader')",
@@ -121,7 +138,11 @@ OF_OPTIONS: list[Met] = [
         (f"Call {GROUP} first", "sampler = DDP", "group()\nsampler = DDP"),
         ("pass rank= and num_replicas=", "False)", "False, rank=rank, num_replicas=num_replicas)"),
     ),
-    met("sampler = DDPSamplerWrapper(7, **WORLD)", "DDPSamplerWrapper was given 7 (int), which cannot be iterated", ("Pass a sampler, or any iterable of indices or batches", "7", "range(7)")),
+    met(
+        "sampler = DDPSamplerWrapper(7, **WORLD)",
+        "DDPSamplerWrapper was given 7 (int), which cannot be iterated",
+        ("Pass a sampler, or any iterable of indices or batches", "7", "range(7)"),
+    ),
     met(
         "loader = over(sampler=DDPSamplerWrapper(range(24), 2, **WORLD))",
         "shuffle_samples_between_gpus=2 is a int, neither True nor False",
@@ -138,11 +159,18 @@ OF_OPTIONS: list[Met] = [
         met(
             f"loader = patch(over({{}}), {given})".replace("{}", ""),
             f"patch_dataloader_to_ddp() has no option {given.partition('=')[0]}",
-            (f"set it on the DataLoader, as in DataLoader(..., {given}), which keeps it here", f"loader = patch(DataLoader(range(24), {given}))"),
+            (
+                f"set it on the DataLoader, as in DataLoader(..., {given}), which keeps it here",
+                f"loader = patch(DataLoader(range(24), {given}))",
+            ),
         )
         for given in ("shuffle=True", "drop_last=True", "batch_size=4")
     ),
-    met("loader = patch(over(), unevn='drop')", "patch_dataloader_to_ddp() has no option unevn: did you mean uneven", ("Pass uneven=", "unevn", "uneven")),
+    met(
+        "loader = patch(over(), unevn='drop')",
+        "patch_dataloader_to_ddp() has no option unevn: did you mean uneven",
+        ("Pass uneven=", "unevn", "uneven"),
+    ),
     met(
         "group()\nloader = patch_dataloader_to_ddp(over(), world_size=1)",
         "patch_dataloader_to_ddp() has no option world_size",
@@ -153,16 +181,40 @@ OF_OPTIONS: list[Met] = [
         ),
     ),
     # ---- costs ----
-    met("Cost(range(24), of='max')", "Cost(..., of='max') does not exist", ("Pass one of these: 'sum' means that a batch costs the sum of its samples' costs, 'padded' means that it costs the largest of these times their number", "max", "padded")),
-    met("loader = patch(over(), cost=Cost(range(24), window=0))", "Cost(..., window=0) has no step in it", ("Pass an int of at least 1", "window=0", "window=1")),
+    met(
+        "Cost(range(24), of='max')",
+        "Cost(..., of='max') does not exist",
+        (
+            "Pass one of these: 'sum' means that a batch costs the sum of its samples' costs, 'padded' means that it costs the largest of these times their number",
+            "max",
+            "padded",
+        ),
+    ),
+    met(
+        "loader = patch(over(), cost=Cost(range(24), window=0))",
+        "Cost(..., window=0) has no step in it",
+        ("Pass an int of at least 1", "window=0", "window=1"),
+    ),
     met(
         "loader = patch(over(), cost=dict.fromkeys(range(24), 1))",
         "cost= is a dict that cannot be read as numbers",
-        ("Pass a sequence, array or tensor with one number of at least 0 for each index", "dict.fromkeys(range(24), 1)", "[1] * 24"),
+        (
+            "Pass a sequence, array or tensor with one number of at least 0 for each index",
+            "dict.fromkeys(range(24), 1)",
+            "[1] * 24",
+        ),
         ("a function of an index", "dict.fromkeys(range(24), 1)", "lambda index: 1"),
     ),
-    met("loader = patch(over(), cost=[-1, *range(23)])", "cost= says that item 0 costs -1.0", ("A cost is a finite number of at least 0: correct it", "-1", "1")),
-    met("loader = patch(over(), cost=lambda index: None)", "cost= gave a value that is not a number", ("Return one, at least 0", "None", "index")),
+    met(
+        "loader = patch(over(), cost=[-1, *range(23)])",
+        "cost= says that item 0 costs -1.0",
+        ("A cost is a finite number of at least 0: correct it", "-1", "1"),
+    ),
+    met(
+        "loader = patch(over(), cost=lambda index: None)",
+        "cost= gave a value that is not a number",
+        ("Return one, at least 0", "None", "index"),
+    ),
     met(
         "data = {key: int(key) for key in map(str, range(24))}\nloader = patch(DataLoader(data, 4, sampler=list(data)), cost=range(24))",
         "cost= has one number for each index of the dataset, and the sampler gives item '",
@@ -173,7 +225,11 @@ OF_OPTIONS: list[Met] = [
         "cost= has 12 numbers, and the sampler gives an index beyond them",
         ("Pass one number for each index of the dataset", "cost=range(12)", "cost=range(24)"),
     ),
-    met("loader = patch(over(), cost=range(12))", "cost= has 12 numbers and range has 24 samples", ("Pass one number for each index of loader.dataset, in order", "range(12)", "range(24)")),
+    met(
+        "loader = patch(over(), cost=range(12))",
+        "cost= has 12 numbers and range has 24 samples",
+        ("Pass one number for each index of loader.dataset, in order", "range(12)", "range(24)"),
+    ),
     met(
         "loader = patch(streamed(), cost=range(24))",
         "cost= does not work with an iterable dataset: Source gives samples",
@@ -195,7 +251,13 @@ OF_OPTIONS: list[Met] = [
     met(
         "class Batches(Source):\n    def __iter__(self):\n        return iter(range(24))\nloader = patch(DataLoader(Batches(), 4), share='batches')",
         "share='batches' does not work with an iterable dataset and batch_size=4",
-        ("Let the dataset yield whole batches and pass batch_size=None", "range(24)", "[[*range(at, at + 4)] for at in range(0, 24, 4)]", "Batches(), 4", "Batches(), batch_size=None"),
+        (
+            "Let the dataset yield whole batches and pass batch_size=None",
+            "range(24)",
+            "[[*range(at, at + 4)] for at in range(0, 24, 4)]",
+            "Batches(), 4",
+            "Batches(), batch_size=None",
+        ),
         ("leave share out", ", share='batches'", ""),
     ),
     met(
@@ -234,13 +296,25 @@ OF_OPTIONS: list[Met] = [
     met(
         "loader = patch(streamed(), share='by_worker')",
         "uneven='pad' does not work with share='by_worker' and rank= and num_replicas=",
-        ("Use uneven='keep' if they may", "streamed(), share='by_worker'", "streamed(splits=True, num_workers=1), share='by_worker', uneven='keep'"),
-        (f"leave rank= and num_replicas= out, after {GROUP}", "loader = patch(", "group()\nloader = patch_dataloader_to_ddp("),
+        (
+            "Use uneven='keep' if they may",
+            "streamed(), share='by_worker'",
+            "streamed(splits=True, num_workers=1), share='by_worker', uneven='keep'",
+        ),
+        (
+            f"leave rank= and num_replicas= out, after {GROUP}",
+            "loader = patch(",
+            "group()\nloader = patch_dataloader_to_ddp(",
+        ),
     ),
     met(
         "loader = patch(DataLoader(range(5), 4, drop_last=True))\ndue = [0, 0, 1, 2, 3, 4]",
         "SequentialSampler has 5 items, of which 2 ranks take 3 each with uneven='pad', and drop_last=True leaves out",
-        ("Use one of these: fewer ranks", "loader = patch(DataLoader(range(5), 4, drop_last=True))\ndue = [0, 0, 1, 2, 3, 4]", "loader = over(5, drop_last=True) if rank == 0 else []\ndue = range(4)"),
+        (
+            "Use one of these: fewer ranks",
+            "loader = patch(DataLoader(range(5), 4, drop_last=True))\ndue = [0, 0, 1, 2, 3, 4]",
+            "loader = over(5, drop_last=True) if rank == 0 else []\ndue = range(4)",
+        ),
         ("drop_last=False", "True)", "False)"),
         ("a batch_size of at most 3", "4, drop", "3, drop"),
     ),
@@ -281,14 +355,20 @@ inner = over()
 outer = Outer(inner)
 """
 _BEGUN = "outer.batches = iter(outer.loader)\n"
-_KNOWS = "needs a torch.utils.data.DataLoader and got a Outer, which wraps one: only the loader inside knows its dataset"
+_KNOWS = (
+    "needs a torch.utils.data.DataLoader and got a Outer, which wraps one: only the loader inside knows its dataset"
+)
 _TORCHS = "Use a DataLoader", Untried("another class")
 
 OF_LOADERS: list[Met] = [
     met(
         _OUTER + "loader = patch(outer)",
         "patch_dataloader_to_ddp " + _KNOWS,
-        ("Patch it before the Outer is made of it: Outer(patch_dataloader_to_ddp(loader), ...)", "patch(outer)", "Outer(patch(inner))"),
+        (
+            "Patch it before the Outer is made of it: Outer(patch_dataloader_to_ddp(loader), ...)",
+            "patch(outer)",
+            "Outer(patch(inner))",
+        ),
         (
             "where outer is a Outer that was not iterated yet: outer.loader = patch_dataloader_to_ddp(outer.loader)",
             "loader = patch(outer)",
@@ -298,19 +378,31 @@ OF_LOADERS: list[Met] = [
     met(
         _OUTER + _BEGUN + "loader = patch(outer)",
         "patch_dataloader_to_ddp " + _KNOWS,
-        ("Patch it before the Outer is made of it: Outer(patch_dataloader_to_ddp(loader), ...)", "patch(outer)", "Outer(patch(inner))"),
+        (
+            "Patch it before the Outer is made of it: Outer(patch_dataloader_to_ddp(loader), ...)",
+            "patch(outer)",
+            "Outer(patch(inner))",
+        ),
         ("This one keeps an iterator (attribute 'batches'), which would go on with unsharded data", Untried("a fact")),
     ),
     met(
         _OUTER + "outer = Outer(patch(inner))\nloader_state(outer)",
         "loader_state " + _KNOWS,
-        ("Pass that one, where outer is the Outer: loader_state(outer.loader, ...)", "loader_state(outer)", "loader_state(outer.loader)"),
+        (
+            "Pass that one, where outer is the Outer: loader_state(outer.loader, ...)",
+            "loader_state(outer)",
+            "loader_state(outer.loader)",
+        ),
     ),
     met(
         "loader = patch(range(24))",
         "patch_dataloader_to_ddp needs a torch.utils.data.DataLoader and got range(0, 24) (range)",
         ("Pass the finished loader itself", "range(24)", "over()"),
-        ("For a loader of another package, build torch's over the same dataset", "range(24)", "DataLoader(range(24), 4)"),
+        (
+            "For a loader of another package, build torch's over the same dataset",
+            "range(24)",
+            "DataLoader(range(24), 4)",
+        ),
         (
             "DataLoader(dataset, batch_size=None) over an IterableDataset whose __iter__ returns iter(loader)",
             "loader =",
@@ -319,24 +411,35 @@ OF_LOADERS: list[Met] = [
             "patch(DataLoader(Around(), batch_size=None))",
         ),
     ),
-    met("check_loaders_is_patched({'a': [None]})", "Found None (NoneType) at loaders['a'][0]", ("Leave it out", "[None]", "patch(over())"), ("pass the loader itself", "None", "patch(over())")),
+    met(
+        "check_loaders_is_patched({'a': [None]})",
+        "Found None (NoneType) at loaders['a'][0]",
+        ("Leave it out", "[None]", "patch(over())"),
+        ("pass the loader itself", "None", "patch(over())"),
+    ),
     met(
         _OUTER + "outer = Outer(patch(inner))\nassert check_loaders_is_patched([outer])",
         "(Outer) at loaders[0] where a DataLoader or a list, tuple or dict of them was expected",
         ("Pass what it wraps: loaders[0].loader", "patched([outer])", "patched([[outer][0].loader])"),
     ),
-    met("check_loaders_is_patched([[], patch(over())])", "Found an empty list at loaders[0]", ("Pass the loaders", "[]", "[patch(over())]"), ("leave it out", "[], ", "")),
+    met(
+        "check_loaders_is_patched([[], patch(over())])",
+        "Found an empty list at loaders[0]",
+        ("Pass the loaders", "[]", "[patch(over())]"),
+        ("leave it out", "[], ", ""),
+    ),
     met(
         "inner = over()\nassert_loaders_patched({'val': inner})",
         "Every rank would get all data from 1 of 1 loaders: loaders['val']",
         ("Pass each through patch_dataloader_to_ddp() on every rank", "over()", "patch(over())"),
     ),
-    met("PatchedLoader(range(3))", "PatchedLoader is a type for annotations", ("Call patch_dataloader_to_ddp(loader) to get one", "loader = patch(over())\nassert isinstance(loader, PatchedLoader)")),
     met(
-        "from repeaters import MultiEpochs\npatched = patch(MultiEpochs(range(24), 4))\nloader = copy.copy(patched)",
-        "A shallow copy of this patched loader cannot be iterated",
-        ("Iterate what patch_dataloader_to_ddp() returned", "copy.copy(patched)", "patched"),
-        ("use copy.deepcopy()", "copy.copy", "copy.deepcopy"),
+        "PatchedLoader(range(3))",
+        "PatchedLoader is a type for annotations",
+        (
+            "Call patch_dataloader_to_ddp(loader) to get one",
+            "loader = patch(over())\nassert isinstance(loader, PatchedLoader)",
+        ),
     ),
     met(
         "state_dict = patch(over()).state_dict\nstate_dict()",
@@ -346,15 +449,37 @@ OF_LOADERS: list[Met] = [
     met(
         "class Own(DataLoader):\n    def __copy__(self):\n        raise TypeError('there is one of each')\nloader = patch(Own(range(24), 4))",
         "Own cannot be patched: copying it raised TypeError: there is one of each",
-        ("Let its __copy__", "raise TypeError('there is one of each')", "new = object.__new__(Own)\n        vars(new).update(vars(self))\n        return new"),
-        ("__reduce_ex__ make a shallow copy", "__copy__(self)", "__reduce_ex__(self, protocol)", "raise TypeError('there is one of each')", "return object.__reduce_ex__(self, protocol)"),
-        ("build the loader with a DDPSamplerWrapper as its sampler", "patch(Own(range(24), 4))", "Own(range(24), 4, sampler=DDPSamplerWrapper(range(24), False, **WORLD))"),
+        (
+            "Let its __copy__",
+            "raise TypeError('there is one of each')",
+            "new = object.__new__(Own)\n        vars(new).update(vars(self))\n        return new",
+        ),
+        (
+            "__reduce_ex__ make a shallow copy",
+            "__copy__(self)",
+            "__reduce_ex__(self, protocol)",
+            "raise TypeError('there is one of each')",
+            "return object.__reduce_ex__(self, protocol)",
+        ),
+        (
+            "build the loader with a DDPSamplerWrapper as its sampler",
+            "patch(Own(range(24), 4))",
+            "Own(range(24), 4, sampler=DDPSamplerWrapper(range(24), False, **WORLD))",
+        ),
     ),
     met(
         "class Own(DataLoader):\n    batch_sampler = property(lambda self: BatchSampler(self.sampler, 4, False), lambda self, new: None)\nloader = patch(Own(range(24), 4))",
         "Own cannot be patched: its class computes the attribute 'batch_sampler'",
-        ("Store it as DataLoader does", "    batch_sampler = property(lambda self: BatchSampler(self.sampler, 4, False), lambda self, new: None)", "    pass"),
-        ("build the loader with a DDPSamplerWrapper as its sampler", "patch(Own(range(24), 4))", "Own(range(24), 4, sampler=DDPSamplerWrapper(range(24), False, **WORLD))"),
+        (
+            "Store it as DataLoader does",
+            "    batch_sampler = property(lambda self: BatchSampler(self.sampler, 4, False), lambda self, new: None)",
+            "    pass",
+        ),
+        (
+            "build the loader with a DDPSamplerWrapper as its sampler",
+            "patch(Own(range(24), 4))",
+            "Own(range(24), 4, sampler=DDPSamplerWrapper(range(24), False, **WORLD))",
+        ),
     ),
     met(
         _OUTER.replace("Outer:", "Outer:\n    dataset = sampler = batch_sampler = None") + "loader = patch(outer)",
@@ -370,8 +495,16 @@ OF_LOADERS: list[Met] = [
         "class Own(DataLoader):\n    def __iter__(self):\n        for start in range(0, len(self.dataset), 4):\n            yield self.dataset[start : start + 4]\n"
         "class Rows(list):\n    pass\nloader = patch(Own(torch.arange(24), 4))",
         "Own cannot be patched: its __iter__ reads Tensor without loader.sampler and loader.batch_sampler",
-        ("Let it draw from one of these", "for start in range(0, len(self.dataset), 4):\n            yield self.dataset[start : start + 4]", "for batch in self.batch_sampler:\n            yield self.dataset[batch]"),
-        ("from super().__iter__()", "for start in range(0, len(self.dataset), 4):\n            yield self.dataset[start : start + 4]", "yield from super().__iter__()"),
+        (
+            "Let it draw from one of these",
+            "for start in range(0, len(self.dataset), 4):\n            yield self.dataset[start : start + 4]",
+            "for batch in self.batch_sampler:\n            yield self.dataset[batch]",
+        ),
+        (
+            "from super().__iter__()",
+            "for start in range(0, len(self.dataset), 4):\n            yield self.dataset[start : start + 4]",
+            "yield from super().__iter__()",
+        ),
         ("use a DataLoader", "patch(Own(", "patch(DataLoader("),
     ),
     met(
@@ -390,7 +523,11 @@ OF_LOADERS: list[Met] = [
             "patch(first)",
             "Own(range(24), 4, sampler=DDPSamplerWrapper(range(24), False, **WORLD))",
         ),
-        ("use a DataLoader with persistent_workers=True", "patch(first)", "patch(over(num_workers=1, persistent_workers=True))"),
+        (
+            "use a DataLoader with persistent_workers=True",
+            "patch(first)",
+            "patch(over(num_workers=1, persistent_workers=True))",
+        ),
     ),
     met(
         _OWN + "loader = patch(Own(range(24), 4))",
@@ -402,14 +539,21 @@ OF_LOADERS: list[Met] = [
             "patch(Own(range(24), 4))",
             "Own(range(24), 4, sampler=DDPSamplerWrapper(range(24), False, **WORLD))",
         ),
-        ("use a DataLoader with persistent_workers=True", "patch(Own(range(24), 4))", "patch(over(num_workers=1, persistent_workers=True))"),
+        (
+            "use a DataLoader with persistent_workers=True",
+            "patch(Own(range(24), 4))",
+            "patch(over(num_workers=1, persistent_workers=True))",
+        ),
     ),
     met(
         "class Own(IterableDataset):\n    def __iter__(self):\n        return iter(range(24))\n"
         "class StreamingDataLoader(DataLoader):\n    __module__ = 'litdata.streaming.dataloader'\n"
         "first = StreamingDataLoader(Own(), 4)\nloader = patch(first)",
         "StreamingDataLoader cannot be patched: it takes only litdata's own datasets, not one that shards a Own",
-        ("litdata shards a Own by itself if the process group exists when it is made: make it, and the StreamingDataLoader, after init_process_group()", Untried("test_sharded_by_frameworks.py does")),
+        (
+            "litdata shards a Own by itself if the process group exists when it is made: make it, and the StreamingDataLoader, after init_process_group()",
+            Untried("test_sharded_by_frameworks.py does"),
+        ),
         (
             "For an explicit world, patch torch's loader of it: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.batch_size, num_workers=loader.num_workers, collate_fn=loader.collate_fn)",
             "loader = patch(first)",
@@ -430,13 +574,21 @@ OF_LOADERS: list[Met] = [
     met(
         "class Part(Source):\n    _distributed = 'rank 0 of 2'\nloader = patch(DataLoader(Part(24), 4))",
         "Part was split by split_dataset_by_node() already",
-        ("Patch a loader of the whole dataset, without that call", "_distributed = 'rank 0 of 2'", "_distributed = None"),
+        (
+            "Patch a loader of the whole dataset, without that call",
+            "_distributed = 'rank 0 of 2'",
+            "_distributed = None",
+        ),
     ),
     met(
         "first = patch(over())\nloader = patch(first, rank=0, num_replicas=3)",
         "The loader is sharded already by a DDPSamplerWrapper for rank",
         ("Patch the original loader instead", "patch(first, rank=0, num_replicas=3)", "patch(over())"),
-        ("build it for rank 0 of 3", "first = patch(over())", "first = patch(over(), rank=0, num_replicas=3)\ndue = [*range(0, 24, 3)] * 2"),
+        (
+            "build it for rank 0 of 3",
+            "first = patch(over())",
+            "first = patch(over(), rank=0, num_replicas=3)\ndue = [*range(0, 24, 3)] * 2",
+        ),
     ),
     met(
         "class Rows(Dataset):\n    def __init__(self, stream):\n        self.stream, self.items = stream, iter(stream)\n    def __len__(self):\n        return 24\n"
@@ -452,14 +604,28 @@ OF_LOADERS: list[Met] = [
         "class Rows(Dataset):\n    def __init__(self):\n        self.items = iter(range(24))\n    def __len__(self):\n        return 24\n"
         "    def __getitem__(self, index):\n        return next(self.items)\nloader = patch(DataLoader(Rows(), 4))",
         "Rows.__getitem__ ignores its index, and takes what comes next from a range_iterator",
-        ("Make it an IterableDataset that yields these items", "patch(DataLoader(Rows(),", "patch(DataLoader(Source(24),"),
+        (
+            "Make it an IterableDataset that yields these items",
+            "patch(DataLoader(Rows(),",
+            "patch(DataLoader(Source(24),",
+        ),
         ("let __getitem__ return the item of its index", "next(self.items)", "[*range(24)][index]"),
     ),
     met(
         "class Rows(Indices):\n    rank, world_size = 0, 2\n    def __init__(self, n):\n        self.n, self.rank, self.world_size = n, rank, 2\nloader = patch(DataLoader(Rows(24), 4))",
         "Rows stores that it is for rank 0 of 2, so it counts as sharded",
-        ("Say is_ddp_aware = False in its class if it gives every rank the same", "rank, world_size = 0, 2", "is_ddp_aware = False"),
-        ("True if it shards", "rank, world_size = 0, 2", "is_ddp_aware = True\n    def __getitem__(self, index):\n        return 2 * index + self.rank", "Rows(24)", "Rows(12)"),
+        (
+            "Say is_ddp_aware = False in its class if it gives every rank the same",
+            "rank, world_size = 0, 2",
+            "is_ddp_aware = False",
+        ),
+        (
+            "True if it shards",
+            "rank, world_size = 0, 2",
+            "is_ddp_aware = True\n    def __getitem__(self, index):\n        return 2 * index + self.rank",
+            "Rows(24)",
+            "Rows(12)",
+        ),
     ),
     met(
         "class Own(DataLoader):\n    def __len__(self):\n        return 6\nloader = patch(Own(range(24), 4))",
@@ -478,9 +644,22 @@ OF_LOADERS: list[Met] = [
         ("Pass a list, tuple or dict of the loaders", "Nest(a=over())", "dict(a=over())"),
     ),
     # ---- with replicas that come and go ----
-    met("Elastic(streamed(), share='by_worker')", "share='by_worker' does not work with replicas that come and go", ("Leave share out", ", share='by_worker'", "")),
-    met("Elastic(over(), uneven='keep')", "uneven='keep' does not work with replicas", ("Use 'pad'", "keep", "pad"), ("share='within_batches'", "uneven='keep'", "share='within_batches'")),
-    met("Elastic(over(), layout='contiguous')", "layout='contiguous' does not work with replicas", ("Leave layout out", ", layout='contiguous'", "")),
+    met(
+        "Elastic(streamed(), share='by_worker')",
+        "share='by_worker' does not work with replicas that come and go",
+        ("Leave share out", ", share='by_worker'", ""),
+    ),
+    met(
+        "Elastic(over(), uneven='keep')",
+        "uneven='keep' does not work with replicas",
+        ("Use 'pad'", "keep", "pad"),
+        ("share='within_batches'", "uneven='keep'", "share='within_batches'"),
+    ),
+    met(
+        "Elastic(over(), layout='contiguous')",
+        "layout='contiguous' does not work with replicas",
+        ("Leave layout out", ", layout='contiguous'", ""),
+    ),
     met(
         "Elastic(over(sampler=DistributedSampler(range(24), 2, rank)))",
         "The DataLoader is sharded already, by a DistributedSampler, for a number of replicas that will change",

@@ -28,11 +28,7 @@ loader = patch(DataLoader(Part(), 4, num_workers=2), uneven='drop')
 _GETS_STUCK = "{held} of some samples' __getitem__"
 
 OF_PASSES: list[Met] = [
-    met(
-        _SAYS,
-        "Own yielded 24 items and its len() says 8",
-        ("Correct the sampler's __len__", "return 8", "return 24"),
-    ),
+    met(_SAYS, "Own yielded 24 items and its len() says 8", ("Correct the sampler's __len__", "return 8", "return 24")),
     met(
         "loader = patch(over(sampler=iter(range(24))))\nfirst = [*loader]\nloader = [*first, *loader]\ndue = [*range(24)] * 2",
         "Nothing is left for epoch 1: the sampler is an iterator",
@@ -58,12 +54,30 @@ OF_PASSES: list[Met] = [
             "due = range(22)\nloader =",
         ),
     ),
-    met("patch(over()).set_epoch(-1)", "set_epoch(-1): an epoch is a whole number of at least 0", ("Pass the number of the epoch that comes next", "-1", "1")),
+    met(
+        "patch(over()).set_epoch(-1)",
+        "set_epoch(-1): an epoch is a whole number of at least 0",
+        ("Pass the number of the epoch that comes next", "-1", "1"),
+    ),
     met(
         _LATE,
         "Part cannot be sharded with 2 workers: it asked get_worker_info() which worker it is in only after its first",
-        ("Call get_worker_info() first in __iter__, in every worker, and split the items by it", "yield rows[0]", "pass", "rows[1:]", "rows"),
-        ("use num_workers=0", "num_workers=2", "num_workers=0", "info = get_worker_info()", "info = None", "[info.id :: info.num_workers]", ""),
+        (
+            "Call get_worker_info() first in __iter__, in every worker, and split the items by it",
+            "yield rows[0]",
+            "pass",
+            "rows[1:]",
+            "rows",
+        ),
+        (
+            "use num_workers=0",
+            "num_workers=2",
+            "num_workers=0",
+            "info = get_worker_info()",
+            "info = None",
+            "[info.id :: info.num_workers]",
+            "",
+        ),
     ),
     met(
         "loader = patch(streamed(num_workers=1), share='by_worker', uneven='keep')",
@@ -97,18 +111,36 @@ OF_EVALUATING: list[Met] = [
     met(
         "from repeaters import MultiEpochs\nloader = patch(MultiEpochs(range(24), 4))\nnext(iter(loader))\n" + _MASKED,
         "iter_with_mask was given a MultiEpochs in the middle of epoch 0, after 1 batch",
-        ("Call set_epoch(0) first, to start the epoch again", "next(iter(loader))", "next(iter(loader))\nloader.set_epoch(0)"),
+        (
+            "Call set_epoch(0) first, to start the epoch again",
+            "next(iter(loader))",
+            "next(iter(loader))\nloader.set_epoch(0)",
+        ),
     ),
     met(
-        "from repeaters import MultiEpochs\nloader = MultiEpochs(range(24), 4)\n" + _MASKED + "\ndue = [*range(24)] * 2",
+        "from repeaters import MultiEpochs\nloader = MultiEpochs(range(24), 4)\n"
+        + _MASKED
+        + "\ndue = [*range(24)] * 2",
         "iter_with_mask counts samples in a copy of a loader that is not patched, and an iterator runs in this MultiEpochs",
-        ("Patch it, in a single process with rank=0, num_replicas=1", "MultiEpochs(range(24), 4)", "patch(MultiEpochs(range(24), 4), rank=0, num_replicas=1)"),
+        (
+            "Patch it, in a single process with rank=0, num_replicas=1",
+            "MultiEpochs(range(24), 4)",
+            "patch(MultiEpochs(range(24), 4), rank=0, num_replicas=1)",
+        ),
     ),
     met(
         _FEW.format("lambda rows: torch.tensor(rows[1:])"),
         "iter_with_mask cannot know which rows are padding: a batch of 4 samples came with 3 rows",
         ("Let it keep a row for each sample", "[1:]", ""),
-        ("leave these out of the dataset", "range(24)", "[row for row in range(24) if row % 4]", "rows[1:]", "rows", "\nloader = [", "\ndue = [row for row in range(24) if row % 4]\nloader = ["),
+        (
+            "leave these out of the dataset",
+            "range(24)",
+            "[row for row in range(24) if row % 4]",
+            "rows[1:]",
+            "rows",
+            "\nloader = [",
+            "\ndue = [row for row in range(24) if row % 4]\nloader = [",
+        ),
     ),
     met(
         "loader = patch(over())\n" + _WEIGHED.format("dtype=torch.int64"),
@@ -119,16 +151,35 @@ OF_EVALUATING: list[Met] = [
     met(
         "loader = patch(over())\n" + _WEIGHED.format("weight_of=3"),
         "weight_of=3 is no function",
-        ("Pass one that takes a batch and returns a number per sample", "loader = patch(over())", "loader = patch(over(), rank=0, num_replicas=1)\ndue = [*range(24)] * 2", "=3", "=torch.ones_like"),
+        (
+            "Pass one that takes a batch and returns a number per sample",
+            "loader = patch(over())",
+            "loader = patch(over(), rank=0, num_replicas=1)\ndue = [*range(24)] * 2",
+            "=3",
+            "=torch.ones_like",
+        ),
     ),
     *(
         met(
-            "loader = patch(over(), rank=0, num_replicas=1)\ndue = [*range(24)] * 2\n" + _WEIGHED.format(f"weight_of=lambda batch: {given}"),
+            "loader = patch(over(), rank=0, num_replicas=1)\ndue = [*range(24)] * 2\n"
+            + _WEIGHED.format(f"weight_of=lambda batch: {given}"),
             f"weight_of returned {what}",
-            ("Return a tensor or a list with a finite number of at least 0 per sample, in order, padding included", given, "torch.ones(len(batch))"),
-            ("Return a tensor or a list with a finite number of at least 0 per sample, in order, padding included", given, "[1.0] * len(batch)"),
+            (
+                "Return a tensor or a list with a finite number of at least 0 per sample, in order, padding included",
+                given,
+                "torch.ones(len(batch))",
+            ),
+            (
+                "Return a tensor or a list with a finite number of at least 0 per sample, in order, padding included",
+                given,
+                "[1.0] * len(batch)",
+            ),
         )
-        for given, what in [("None", "a NoneType that holds no numbers"), ("[1, 2]", "2 numbers for a batch of 4 samples"), ("-batch", "-1.0 for a sample")]
+        for given, what in [
+            ("None", "a NoneType that holds no numbers"),
+            ("[1, 2]", "2 numbers for a batch of 4 samples"),
+            ("-batch", "-1.0 for a sample"),
+        ]
     ),
     met(
         "loader = patch(over())\nloader = [batch for batch, _ in iter_with_weights(loader, weight_of=torch.ones_like)]",
@@ -153,13 +204,21 @@ OF_EVALUATING: list[Met] = [
     met(
         "loader = over(sampler=DistributedSampler(range(24), 2, rank, shuffle=False))\nloader_state(loader)",
         "loader_state was given a DataLoader that a DistributedSampler shards, and not this package",
-        ("Patch the loader that one process would use", "over(sampler=DistributedSampler(range(24), 2, rank, shuffle=False))", "patch(over())"),
+        (
+            "Patch the loader that one process would use",
+            "over(sampler=DistributedSampler(range(24), 2, rank, shuffle=False))",
+            "patch(over())",
+        ),
     ),
     met(
         "loader = over()\nloader_state(loader)",
         "loader_state was given a DataLoader that was not patched",
         ("Pass what patch_dataloader_to_ddp() returned", "over()", "patch(over())"),
-        ("in a single process without a process group, patch it with rank=0, num_replicas=1", "over()", "patch(over(), rank=0, num_replicas=1)\ndue = [*range(24)] * 2"),
+        (
+            "in a single process without a process group, patch it with rank=0, num_replicas=1",
+            "over()",
+            "patch(over(), rank=0, num_replicas=1)\ndue = [*range(24)] * 2",
+        ),
     ),
     met(
         "from repeaters import MultiEpochs\nfirst = Own(range(24), 4)\nnext(iter(first))\nloader = [batch for batch, mask in iter_with_mask(first)]\ndue = [*range(24)] * 2".replace(
@@ -193,6 +252,23 @@ class Own(SequentialSampler):
         assert state['a'] == 0
 """
 
+# Its own state says where it is, and is not what it is told.
+_POSITIONED = """
+class Own(IterableDataset):
+    at = 0
+    def __iter__(self):
+        self.at = 0  # wrong
+        return self
+    def __next__(self):
+        if self.at == 24:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+    def state_dict(self):
+        return {'at': self.at}
+    def load_state_dict(self, state):
+        self.at = -1
+"""
 _HIDDEN = """
 rng = random.Random(5)
 order = random.Random(5).sample(range(24), 24)
@@ -226,7 +302,12 @@ OF_GATHERING: list[Met] = [
         )
         for name, option in [("cost=", "cost=range(24)"), ("layout='contiguous'", "layout='contiguous'")]
     ),
-    met(_BEGIN + _GATHERED.replace("outputs, loader", "outputs[1:], loader"), "ranks' outputs do not fit", (_IN_ORDER, "outputs[1:]", "outputs"), *_NO_WIDTHS),
+    met(
+        _BEGIN + _GATHERED.replace("outputs, loader", "outputs[1:], loader"),
+        "ranks' outputs do not fit",
+        (_IN_ORDER, "outputs[1:]", "outputs"),
+        *_NO_WIDTHS,
+    ),
     met(
         _BEGIN + "outputs = torch.cat([*loader])\nnext(iter(loader))\nloader = gather_in_order(outputs, loader)",
         "stopped in the middle of epoch 1",
@@ -235,13 +316,23 @@ OF_GATHERING: list[Met] = [
         *_NO_WIDTHS,
     ),
     met(
-        _BEGIN + "outputs = [torch.ones(len(batch), 1 + step) for step, batch in enumerate(loader)]\nloader = [range(len(gather_in_order(outputs, loader)))]\ndue = range(24)",
+        _BEGIN
+        + "outputs = [torch.ones(len(batch), 1 + step) for step, batch in enumerate(loader)]\ngathered = gather_in_order(outputs, loader)\nloader = [[*range(max(len(gathered), sum(map(len, gathered)) if len(gathered) < 24 else 0))]]\ndue = range(24)",
         "entry 1 is tensor torch.float32 (n, 2), not tensor torch.float32 (n, 1), as entry 0",
         (_IN_ORDER, Untried("above")),
         (_RAGGED[0], "1 + step", "6"),
-        (_RAGGED[1], "outputs = [torch.ones(len(batch), 1 + step) for step, batch in enumerate(loader)]", "outputs = []\nfor step, batch in enumerate(loader):\n    outputs.extend(torch.ones(len(batch), 1 + step))"),
+        (
+            _RAGGED[1],
+            "outputs = [torch.ones(len(batch), 1 + step) for step, batch in enumerate(loader)]",
+            "outputs = []\nfor step, batch in enumerate(loader):\n    outputs.extend(torch.ones(len(batch), 1 + step))",
+        ),
     ),
-    met(_BEGIN + "loader = gather_step(torch.cat([*loader]), loader)", "called it after the loop: epoch 0 is over", (_IN_STEP, "loader = gather_step(torch.cat([*loader]), loader)", _EACH), *_NO_WIDTHS),
+    met(
+        _BEGIN + "loader = gather_step(torch.cat([*loader]), loader)",
+        "called it after the loop: epoch 0 is over",
+        (_IN_STEP, "loader = gather_step(torch.cat([*loader]), loader)", _EACH),
+        *_NO_WIDTHS,
+    ),
 ]
 
 OF_STATES: list[Met] = [
@@ -254,7 +345,10 @@ OF_STATES: list[Met] = [
         for junk, why in _DAMAGED
     ),
     met(
-        _STATEFUL + "first = patch(over(sampler=Own(range(24))))\n" + _DONE + "state = loader_state(first)\ndeep = []\nfor _ in range(10**5):\n    deep = [deep]\n"
+        _STATEFUL
+        + "first = patch(over(sampler=Own(range(24))))\n"
+        + _DONE
+        + "state = loader_state(first)\ndeep = []\nfor _ in range(10**5):\n    deep = [deep]\n"
         "loader = patch(over(sampler=Own(range(24))))\nstate['states']['samplers'] = [deep]\n" + _RESTORED,
         "The state is damaged: its field states cannot be read to its end (RecursionError)",
         (_AS_SAVED, "state['states']['samplers'] = [deep]\n", ""),
@@ -282,18 +376,41 @@ OF_STATES: list[Met] = [
         ("Pass how many batches the training loop has finished since the pass began", "-1", "0"),
     ),
     met(
-        _TAKEN.replace("loader_state(first)", "loader_state(first, batches_done=3)").replace("next(batches)", "next(batches), next(batches)") + _RESTORED.replace("8", "16"),
+        _TAKEN.replace("loader_state(first)", "loader_state(first, batches_done=3)").replace(
+            "next(batches)", "next(batches), next(batches)"
+        )
+        + _RESTORED.replace("8", "16"),
         "batches_done=3, and the pass over epoch 0 has given 2",
-        ("Pass how many of its batches the training loop has finished, counted from the beginning of this pass", "=3", "=2"),
-        ("call set_epoch() before each loop, to begin a pass there", "batches_done=3", "", "batches = ", "first.set_epoch(0)\nbatches = "),
+        (
+            "Pass how many of its batches the training loop has finished, counted from the beginning of this pass",
+            "=3",
+            "=2",
+        ),
+        (
+            "call set_epoch() before each loop, to begin a pass there",
+            "batches_done=3",
+            "",
+            "batches = ",
+            "first.set_epoch(0)\nbatches = ",
+        ),
     ),
     met(
-        "class Own(DataLoader):\n    def __iter__(self):\n        yield from [*super().__iter__()]\nfirst = patch(Own(range(24), 4))\nstep = 0\n" + _DONE + "state = loader_state(first)\nloader = patch(Own(range(24), 4))\n" + _RESTORED,
+        "class Own(DataLoader):\n    def __iter__(self):\n        yield from [*super().__iter__()]\nfirst = patch(Own(range(24), 4))\nstep = 0\n"
+        + _DONE
+        + "state = loader_state(first)\nloader = patch(Own(range(24), 4))\n"
+        + _RESTORED,
         "It is not known how many batches of epoch 0 the Own has given: its class has its own __iter__",
-        ("Pass how many the training loop has finished: batches_done=step + 1 inside enumerate(loader)", "loader_state(first)", "loader_state(first, batches_done=step + 1)"),
+        (
+            "Pass how many the training loop has finished: batches_done=step + 1 inside enumerate(loader)",
+            "loader_state(first)",
+            "loader_state(first, batches_done=step + 1)",
+        ),
     ),
     met(
-        "class Own(Source):\n    pass\nfirst = patch(DataLoader(Own(24), 4))\n" + _DONE + "state = first.state_dict()\nloader = patch(DataLoader(Own(24), 4))\n" + _RESTORED,
+        "class Own(Source):\n    pass\nfirst = patch(DataLoader(Own(24), 4))\n"
+        + _DONE
+        + "state = first.state_dict()\nloader = patch(DataLoader(Own(24), 4))\n"
+        + _RESTORED,
         "The state has no position, because it was not known when the state was taken: The DataLoader has no len()",
         ("Give the dataset or sampler a __len__", "pass", "def __len__(self):\n        return 24"),
         ("save loader_state(loader) and pass it to restore_loader()", "first.state_dict()", "loader_state(first)"),
@@ -301,32 +418,52 @@ OF_STATES: list[Met] = [
         ("restore none", "restore_loader(loader, state)\ndue = range(8, 24)", "due = range(24)"),
     ),
     met(
-        _STATEFUL + "first = patch(over(sampler=Own(range(24))))\n" + _DONE + "state = loader_state(first)\nstate['states']['samplers'][0]['a'] = 1\nloader = patch(over(sampler=Own(range(24))))\n" + _RESTORED,
+        _STATEFUL
+        + "first = patch(over(sampler=Own(range(24))))\n"
+        + _DONE
+        + "state = loader_state(first)\nstate['states']['samplers'][0]['a'] = 1\nloader = patch(over(sampler=Own(range(24))))\n"
+        + _RESTORED,
         "Own cannot resume from the state: its load_state_dict() raised AssertionError",
         (_AS_SAVED, "state['states']['samplers'][0]['a'] = 1\n", ""),
         ("correct that method", "assert state['a'] == 0", "pass"),
     ),
     met(
-        _STATEFUL.replace("return {'a': 0}", "raise LookupError('gone')") + "first = patch(over(sampler=Own(range(24))))\nloader_state(first)",
+        _STATEFUL.replace("return {'a': 0}", "raise LookupError('gone')")
+        + "first = patch(over(sampler=Own(range(24))))\nloader_state(first)",
         "The loader's state cannot be saved: when the epoch began, the state_dict() of a sampler in it raised LookupError",
         ("Correct that method", "raise LookupError('gone')", "return {'a': 0}"),
     ),
     met(
-        "first = patch(over(sampler=iter(range(24))))\n" + _DONE + "del batches\nnext(iter(first))\nloader_state(first)",
+        "first = patch(over(sampler=iter(range(24))))\n"
+        + _DONE
+        + "del batches\nnext(iter(first))\nloader_state(first)",
         "The loader's state cannot be saved: the sampler is an iterator, which can be used only once",
         ("Give the loader something that can be iterated again", "iter(range(24))", "[*range(24)]"),
     ),
     met(
         "class Own(SequentialSampler):\n    ends = 24\n    def __iter__(self):\n        return iter(range(self.ends))\nfirst = patch(over(sampler=Own(range(24))))\n"
-        + _DONE + "state = loader_state(first)\nown = Own(range(24))\nown.ends = 2\nloader = patch(over(sampler=own))\n" + _RESTORED,
+        + _DONE
+        + "state = loader_state(first)\nown = Own(range(24))\nown.ends = 2\nloader = patch(over(sampler=own))\n"
+        + _RESTORED,
         "The pass cannot resume from the state: 4 items of each rank's share were done in it, and the sampler ended after 2",
         ("Restore the state of a loader with this sampler", "own.ends = 2", "own.ends = 24"),
     ),
     met(
-        _HIDDEN + "first = patch(over(sampler=Own(range(24))))\n" + _DONE + "state = loader_state(first)\nloader = patch(over(sampler=Own(range(24))))\n"
+        _HIDDEN
+        + "first = patch(over(sampler=Own(range(24))))\n"
+        + _DONE
+        + "state = loader_state(first)\nloader = patch(over(sampler=Own(range(24))))\n"
         + _RESTORED.replace("range(8, 24)", "order[8:]"),
         "began the epoch with other items when it was taken, so samples would be lost. It draws from what no state holds",
-        ("Let it hold its generator in an attribute", "pass", "def __init__(self, data):\n        self.rng = random.Random(5)", "iter(rng", "iter(self.rng", "SequentialSampler", "Sampler"),
+        (
+            "Let it hold its generator in an attribute",
+            "pass",
+            "def __init__(self, data):\n        self.rng = random.Random(5)",
+            "iter(rng",
+            "iter(self.rng",
+            "SequentialSampler",
+            "Sampler",
+        ),
         (
             "give it a state_dict()",
             "pass",
@@ -335,39 +472,106 @@ OF_STATES: list[Met] = [
         ("put back what it draws from before you restore the state", "restore_loader", "rng.seed(5)\nrestore_loader"),
     ),
     met(
-        "from repeaters import MultiEpochs\nfirst = patch(MultiEpochs(range(24), 4, drop_last=True))\n" + _DONE + "next(batches)\nstate = loader_state(first)\n"
+        "from repeaters import MultiEpochs\nfirst = patch(MultiEpochs(range(24), 4, drop_last=True))\n"
+        + _DONE
+        + "next(batches)\nstate = loader_state(first)\n"
         "loader = patch(MultiEpochs(range(24), 4, drop_last=True), num_replicas=3)\n" + _RESTORED.replace("8", "16"),
         "The loader cannot resume from the state: rank 0 has no batch left in epoch 0, and a loader with one iterator",
         ("Restore it on the number of ranks that saved it", ", num_replicas=3", ""),
-        ("leave the rest out: call set_epoch(1) on every rank", "restore_loader(loader, state)\ndue = range(16, 24)", "loader.set_epoch(1)\nloader = [*loader, *patch(MultiEpochs(range(24), 4), rank=2, num_replicas=3)] if rank == 0 else loader"),
+        (
+            "leave the rest out: call set_epoch(1) on every rank",
+            "restore_loader(loader, state)\ndue = range(16, 24)",
+            "loader.set_epoch(1)\nloader = [*loader, *patch(MultiEpochs(range(24), 4), rank=2, num_replicas=3)] if rank == 0 else loader",
+        ),
     ),
     met(
         "first = patch(streamed())\nfirst.sampler.state_dict()",
         "StreamSampler has no state of its own: workers read what it asks for",
-        ("Use loader_state(loader) and restore_loader(loader, state)", "first.sampler.state_dict()", "loader = patch(streamed())\nrestore_loader(loader, loader_state(first))"),
+        (
+            "Use loader_state(loader) and restore_loader(loader, state)",
+            "first.sampler.state_dict()",
+            "loader = patch(streamed())\nrestore_loader(loader, loader_state(first))",
+        ),
     ),
     met(
-        "first = patch(streamed(splits=True, num_workers=2))\n" + _DONE + "next(batches)\nstate = loader_state(first)\nloader = patch(streamed(splits=True, num_workers=1))\n" + _RESTORED,
+        "first = patch(streamed(splits=True, num_workers=2))\n"
+        + _DONE
+        + "next(batches)\nstate = loader_state(first)\nloader = patch(streamed(splits=True, num_workers=1))\n"
+        + _RESTORED,
         "Source cannot resume from the state, which counts the items of 2 workers that each read a part: this loader has num_workers=1",
-        ("Use num_workers=2; the number of ranks may change", "num_workers=1", "num_workers=2", "range(8,", "range(16,"),
+        (
+            "Use num_workers=2; the number of ranks may change",
+            "num_workers=1",
+            "num_workers=2",
+            "range(8,",
+            "range(16,",
+        ),
     ),
     met(
         "class Own(Source):\n    def __init__(self, n):\n        super().__init__(n)\n        self.rng = random.Random(0)\n"
-        "first = patch(DataLoader(Own(24), 4, num_workers=1, persistent_workers=True))\n" + _DONE + "loader_state(first)",
+        "first = patch(DataLoader(Own(24), 4, num_workers=1, persistent_workers=True))\n"
+        + _DONE
+        + "loader_state(first)",
         "The state of Own cannot be saved: it has a random generator, and persistent workers advance copies of it",
         ("Use persistent_workers=False", ", persistent_workers=True", ""),
     ),
     met(
-        "first = patch(streamed(24))\n" + _DONE + "state = loader_state(first)\nloader = patch(streamed(2))\n" + _RESTORED,
+        "first = patch(streamed(24))\n"
+        + _DONE
+        + "state = loader_state(first)\nloader = patch(streamed(2))\n"
+        + _RESTORED,
         "Source cannot resume from the state: 4 items of each rank's share were done in it, and the stream ended after 2",
         ("Restore it with the dataset that it was taken of", "streamed(2)", "streamed(24)"),
         ("one that is its own iterator must be rebuilt", Untried("a dataset of another kind")),
     ),
     met(
         "class Own(Source):\n    first = 0\n    def __iter__(self):\n        return iter(range(self.first, 24 + self.first))\n"
-        "first = patch(DataLoader(Own(), 4))\n" + _DONE + "state = loader_state(first)\nother = Own()\nother.first = 1\nloader = patch(DataLoader(other, 4))\n" + _RESTORED,
+        "first = patch(DataLoader(Own(), 4))\n"
+        + _DONE
+        + "state = loader_state(first)\nother = Own()\nother.first = 1\nloader = patch(DataLoader(other, 4))\n"
+        + _RESTORED,
         "Own cannot resume from the state: its first 8 items differ",
         ("Restore the state with the same samples in the same order", "other.first = 1", "other.first = 0"),
         ("rebuild a dataset that is its own iterator", Untried("a dataset of another kind")),
+    ),
+    met(
+        _POSITIONED
+        + "first = patch(DataLoader(Own(), 4))\n"
+        + _DONE
+        + "state = loader_state(first)\nloader = patch(DataLoader(Own(), 4))\n"
+        + _RESTORED,
+        "Own cannot resume from the state: after load_state_dict() and iter(), its state_dict() differs from the loaded",
+        ("Correct these methods", "self.at = 0  # wrong", "pass", "self.at = -1", "self.at = state['at']"),
+        (
+            "leave them out: then its stream is read again",
+            "def state_dict",
+            "def other",
+            "def load_state_dict",
+            "def another",
+            "self.at = 0  # wrong",
+            "self.at = 0",
+        ),
+    ),
+    met(
+        "first = patch(streamed(18, splits=True, num_workers=2, batch_size=2), uneven='keep')\nbatches = iter(first)\nfor _ in range({}):\n    next(batches)\nloader_state(first)".format(
+            5
+        ),
+        "with uneven='keep' a worker has come to its end on some ranks and not on others",
+        ("Use uneven='pad'", "'keep'", "'pad'"),
+        ("'drop'", "'keep'", "'drop'", "range(5)", "range(4)"),
+        ("take the state earlier", "range(5)", "range(4)"),
+        ("at the epoch's end", "for _ in range(5):\n    next(batches)", "[*batches]"),
+    ),
+    met(
+        "class Part(Source):\n    pass\nfirst = patch(streamed(splits=True, num_workers=2))\n"
+        + _DONE
+        + "next(batches)\nstate = loader_state(first)\nloader = patch(streamed(num_workers=2))\n"
+        + _RESTORED.replace("8", "16"),
+        "Source cannot resume from the state, which counts items of the parts of 2 workers: with num_workers=2 it is read as",
+        (
+            "Use the num_workers that the state was taken with",
+            "loader = patch(streamed(num_workers=2))",
+            "loader = patch(streamed(splits=True, num_workers=2))",
+        ),
     ),
 ]
