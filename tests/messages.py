@@ -10,7 +10,7 @@ import pytest
 
 from ddp_patch import DDPPatchError
 
-__all__ = ["Words", "assert_tells", "missing", "raises"]
+__all__ = ["REMEDY", "Words", "assert_tells", "missing", "raises"]
 
 Words: TypeAlias = str | tuple[str, ...]
 E = TypeVar("E", bound=Exception)
@@ -23,7 +23,7 @@ _VERBS = (
     "Ask|Begin|Build|Call|Correct|Give|Go|Iterate|Leave|Let|Look|Make|Mend|Name|Pass|Patch|Restore|Return|See|Set|Share|"
     "Shard|Split|Start|Store|Take|Use|Wrap"
 )
-_REMEDY = re.compile(rf"(?:^|(?<=[.:]\s))(?i:{_VERBS})\s", re.MULTILINE)
+REMEDY = re.compile(rf"(?:^|(?<=[.:]\s))(?i:{_VERBS})\s(?![\d\0])", re.MULTILINE)
 
 
 def missing(text: str, words: Words) -> list[str]:
@@ -44,7 +44,7 @@ def assert_tells(message: str, facts: Words, remedy: Words | None = ()) -> None:
     ``remedy=None`` is for the few messages that tell facts alone. The line that says where to look it up is none.
     """
     message = _SECTION.sub("", message)
-    begins = _REMEDY.search(message)
+    begins = REMEDY.search(message)
     assert (begins is None) == (remedy is None), f"Is there a remedy? {message}"
     end = begins.start() if begins else len(message)
     lacking = missing(message[:end], facts) + missing(message[end:], remedy or ())

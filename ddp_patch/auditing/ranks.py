@@ -445,7 +445,7 @@ def _drawn(loader: DataLoader[Any], coding: Coding, most: int) -> RankGiven:
         else:
             ended = True
     except Exception as raised:  # noqa: BLE001 - the user's own: this rank would see it, too
-        text = str(raised)
+        text = message_of(raised)
         # torch sends a worker's error with its traceback.
         is_workers = " in DataLoader worker process " in text.partition("\n")[0]
         error = text.rstrip().rpartition("\n")[2] if is_workers else f"{type(raised).__name__}: {text}"

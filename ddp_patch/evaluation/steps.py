@@ -78,10 +78,15 @@ def _steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
     """Yield each batch of an unpatched loader in a single process, where nothing is padding."""
     facts = look_at(loader)
     if facts.repeater is not None or facts.iterator_in is not None:
+        kept, remedy = "", "Patch it, in a single process with rank=0, num_replicas=1."
+        if facts.repeater is None:  # which would not be patched either
+            kept = f" (attribute {facts.iterator_in!r})"
+            remedy = (
+                f"Call it before you iterate the loader, or forget the iterator: loader.{facts.iterator_in} = None."
+            )
         raise UnsupportedLoaderError(
             f"{operation} counts samples in a copy of a loader that is not patched, and an iterator runs in this "
-            f"{type(loader).__name__}, which a copy does not have. Patch it, in a single process with rank=0, "
-            "num_replicas=1."
+            f"{type(loader).__name__}{kept}, which a copy does not have. {remedy}"
         )
     if loader.batch_sampler is None:
         counted: Iterable[tuple[int, Any]] = ((1, item) for item in loader)

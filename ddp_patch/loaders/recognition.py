@@ -27,7 +27,7 @@ from ddp_patch.compat.private_packages import (
 from ddp_patch.compat.private_torch import DRAWS_FROM_SAMPLERS
 from ddp_patch.errors import AssumedShardedWarning, DDPPatchError, NotALoaderError, message_of
 from ddp_patch.loaders.samples import inner_samplers, iterated_by, nested_samplers
-from ddp_patch.walks import code_run, held, stored, walk
+from ddp_patch.walks import code_run, first_parts, held, stored, walk
 
 __all__ = [
     "HeldWorld",
@@ -38,6 +38,7 @@ __all__ = [
     "line_for_inner",
     "may_ask_rank",
     "nested_datasets",
+    "or_inside",
     "require_loader",
     "samplers_in_use",
     "samplers_within",
@@ -106,9 +107,12 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
         return
     name = type(loader).__name__
     if (line := line_for_inner(operation, loader)) is not None:
+        remedy = f"Pass that one, where outer is the {name}: {line}."
+        if operation.startswith("patch_"):
+            remedy = f"Patch it before the {name} is made of it: {name}({operation}(loader), ...). {or_inside(loader)}"
         raise NotALoaderError(
             f"{operation} needs a torch.utils.data.DataLoader and got a {name}, which wraps one: only the loader "
-            f"inside knows its dataset, sampler and batches. Pass that one, where outer is the {name}: {line}."
+            f"inside knows its dataset, sampler and batches. {remedy.rstrip()}"
         )
     raise NotALoaderError(
         f"{operation} needs a torch.utils.data.DataLoader and got {loader!r} ({name}): only a loader knows its "
@@ -116,6 +120,23 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
         "over the same dataset, or DataLoader(dataset, batch_size=None) over an IterableDataset whose __iter__ returns "
         "iter(loader)."
     )
+
+
+def or_inside(wrapper: object) -> str:
+    """Return how to patch the loader inside a wrapper, which may run an iterator of it: it would stay unsharded."""
+    line, name = line_for_inner("patch_dataloader_to_ddp", wrapper), type(wrapper).__name__
+    running = next(
+        (place for place, value in stored(wrapper).items() if any(map(_has_begun, first_parts(value)))), None
+    )
+    if running is not None:
+        return f"This one keeps an iterator (attribute {running!r}), which would go on with unsharded data."
+    return "" if line is None else f"Or, where outer is a {name} that was not iterated yet: {line}."
+
+
+def _has_begun(part: object) -> bool:
+    """Return whether it is an iterator, or keeps one, as a prefetcher does."""
+    kept = () if is_loader(part) or isinstance(part, Dataset) else stored(part).values()
+    return any(isinstance(value, Iterator) for value in (part, *kept))
 
 
 def line_for_inner(operation: str, wrapper: object) -> str | None:

@@ -266,7 +266,9 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
     loaders = [(of_ranks[0]["label"], dict(zip(reported, of_ranks, strict=True))) for of_ranks in by_loader]
     for label, of_ranks in loaders:
         with error_context(label):
-            require_same_samples({rank: [Content(*told) for told in one["samples"]] for rank, one in of_ranks.items()})
+            lengths = {rank: one["compared"].get("dataset length") for rank, one in of_ranks.items()}
+            samples = {rank: [Content(*told) for told in one["samples"]] for rank, one in of_ranks.items()}
+            require_same_samples(samples, lengths)
     facts: dict[int, dict[str, object]] = {rank: {} for rank in reported}
     for label, of_ranks in loaders:
         differing = first_differing({rank: loader["held"] for rank, loader in of_ranks.items()})
@@ -331,7 +333,9 @@ def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
     )
 
 
-def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
+def require_same_samples(
+    reported: Mapping[int, Sequence[Content]], lengths: Mapping[int, object] | None = None
+) -> None:
     """Raise unless the ranks' datasets hold the same samples, as far as all ranks know.
 
     Attributes of datasets may hold other things than samples, such as random numbers. So one that identifies the
@@ -339,6 +343,7 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
 
     Args:
         reported: What each rank reports about its dataset.
+        lengths: How many samples each rank says that it has.
     """
     named = {rank: {content.name: content for content in contents} for rank, contents in reported.items()}
     common = [name for name in next(iter(named.values())) if all(name in contents for contents in named.values())]
@@ -349,12 +354,13 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
     if not differing:
         return
     prints = {rank: tuple(contents[name].fingerprint for name in differing) for rank, contents in named.items()}
+    of_length = by_value(lengths or {})
+    found = "samples at the same indices" if len(of_length) < 2 else f"lengths ({who_has_what(of_length)})"
     raise RankMismatchError(
-        f"{AGREEING}: the datasets of {parties_text(by_value(prints))} have different samples at the same indices: "
-        f"they differ in {', '.join(differing)}. Each rank would take a shard of its own part only, and the rest would "
-        "be lost. Patch a loader of the whole dataset: without split_dataset_by_node(), shard() or "
-        "data[rank::world_size], and with random_split(), shuffle(), listed files and random data made alike on every "
-        "rank. If you want each rank to have its own part, leave out a DistributedSampler, and say is_ddp_aware = True "
+        f"{AGREEING}: the datasets of {parties_text(by_value(prints))} have different {found}: they differ in "
+        f"{', '.join(differing)}. Each rank would take a shard of its own part only, and the rest would be lost. Patch "
+        "a loader of the whole dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with "
+        "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to have its own part, leave out a DistributedSampler, and say is_ddp_aware = True "
         "in the dataset's class: its loader is left as it is. If only the content differs, order='seeded' does not "
         "compare it."
     )

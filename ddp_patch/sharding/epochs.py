@@ -156,8 +156,8 @@ class Passes(Generic[T]):
                 f"raised in place of batch {current.batches_delivered or 0} (from 0). The script caught it, and a "
                 "new pass would begin on this rank alone: the rest of its shard of that epoch would be lost, and "
                 "the ranks' steps would not match. Correct what raised the error, and let it end the training: all "
-                "ranks then resume from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) "
-                "with the same N on every rank, which leaves out the rest of the epoch."
+                "ranks then resume from a checkpoint. Or tell the other ranks of it in that step, and call "
+                "loader.set_epoch(N) with the same N on every rank, which leaves out the rest of the epoch."
             )
 
     # ---- epochs and passes ----

@@ -16,7 +16,7 @@ from ddp_patch.compat.private_torch import has_own_iteration, has_thread_workers
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
-from ddp_patch.loaders.recognition import ignores_index, ignores_samplers, line_for_inner, nested_datasets, streams_in
+from ddp_patch.loaders.recognition import ignores_index, ignores_samplers, nested_datasets, or_inside, streams_in
 from ddp_patch.options import Options, Share
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching, Plan, require_steps
 from ddp_patch.ranks.world import World
@@ -153,11 +153,9 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
     name = type(facts.loader).__name__
     # accelerate's loaders pass isinstance() without being DataLoaders.
     if not issubclass(type(facts.loader), DataLoader):
-        line = line_for_inner("patch_dataloader_to_ddp", facts.loader)
-        inside = "" if line is None else f" Or, where outer is the {name}: {line}."
         raise UnsupportedLoaderError(
             f"{name} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the loader first, and "
-            f"hand the patched one to the framework.{inside}"
+            f"hand the patched one to the framework. {or_inside(facts.loader)}".rstrip()
         )
     if asks_for_its_own_dataset(type(facts.loader)):
         dataset = type(facts.dataset).__name__

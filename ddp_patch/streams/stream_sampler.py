@@ -52,7 +52,8 @@ _LONG_S = 1.0
 
 # What to do where ranks read different streams.
 _SEED: Final = (
-    "Give its shuffle a seed, the same on every rank (shards of webdataset: detshuffle=True, seed=0), and sort files"
+    "Give each of its shuffles a seed, the same on every rank, and sort files (webdataset's shards: detshuffle=True, "
+    "seed=0; its samples: .shuffle(1000, seed=0))"
 )
 
 _INDICES = [None] * 1024
@@ -234,12 +235,13 @@ class StreamPasses(Passes[None]):
     def _why_streams_differ(self) -> str:
         """Return what may cause that ranks read different streams, and what to do."""
         is_split = self.latest is not None and self.latest.source.is_in_parts  # it asks for its worker
-        by_worker = "Pass share='by_worker' if each worker shuffles its own. Or: " if is_split else ""
+        by_worker = " If each worker shuffles its own part, share='by_worker' will do." if is_split else ""
         return (
-            f"Each rank keeps its shard of what should be one stream of {self.worker.name}, so samples are lost. Set "
-            "is_ddp_aware = True in its class if it is sharded already. Or let it give every rank everything. If it "
-            f"only shuffles: {by_worker}{_SEED}. Skip unreadable items on every rank or none. If only augmentation, "
-            f"or the folder of the files, differs, give items a string {SAMPLE_KEY!r}."
+            f"Each rank keeps its shard of what should be one stream of {self.worker.name}, so samples are lost. "
+            f"{_SEED}.{by_worker} Let it give every rank everything, and skip unreadable items on every rank or none. "
+            f"If only augmentation, or the folder of the files, differs, give items a string {SAMPLE_KEY!r}. If it "
+            "gives each rank its own part on purpose, set is_ddp_aware = True in its class: its loader is left as it "
+            "is."
         )
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:

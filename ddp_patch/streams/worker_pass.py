@@ -245,8 +245,10 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         if self._worker.has_asked_rank and not may_ask_rank(self._worker.dataset):
             raise UnsupportedLoaderError(
                 f"{name} cannot be read with share='by_worker': it asked for its rank by its first item, so it is "
-                "sharded already, and sharding it by workers again would lose samples. Let its class say is_ddp_aware "
-                "= True, and its loader is left as it is; or False, if it asks for another reason, such as a log."
+                "sharded already, and sharding it by workers again would lose samples. Let it split itself by "
+                "get_worker_info() alone, which counts the workers of all ranks. If it asks for another reason, such "
+                "as a log, say is_ddp_aware = False in its class; if it should go on to shard itself, say True: its "
+                "loader is left as it is."
             )
         if not asked:
             raise UnsupportedLoaderError(

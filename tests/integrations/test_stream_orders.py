@@ -98,7 +98,7 @@ OF_ROWS: dict[str, Make] = {
 }
 
 
-@program("error", each=OF_ROWS, tells=("IterableDataset", "rank", "lost", "Give its shuffle a seed"))
+@program("error", each=OF_ROWS, tells=("IterableDataset", "rank", "lost", "Give each of its shuffles a seed"))
 def hugging_face_shuffles_by_itself(job: Job, make: Make) -> None:
     train(job, make())
 

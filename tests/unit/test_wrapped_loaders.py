@@ -181,7 +181,11 @@ def test_the_line_that_the_error_names_is_right(make: Callable[[], Any], line: s
         error = UnsupportedLoaderError if isinstance(outer, TimmsPrefetchLoader) else NotALoaderError
         with raises(error, name, ("outer", name, line)) as caught:
             patch_dataloader_to_ddp(outer, rank=rank, num_replicas=2)
-        written = message_of(caught.value).partition(f"where outer is the {name}: ")[2].removesuffix(".")
+        written = (
+            message_of(caught.value)
+            .partition(f"where outer is a {name} that was not iterated yet: ")[2]
+            .removesuffix(".")
+        )
         assert not check_loaders_is_patched(inside(outer))
         # As it is written; the world is that of a process group, for which an explicit one stands here.
         told = re.sub(r"(patch_dataloader_to_ddp\([^)]+)\)", rf"\1, rank={rank}, num_replicas=2)", written)
