@@ -73,6 +73,7 @@ class Group:
         self.index: int = index
         self.is_lent: bool = False
         self._gloo, self._store, self._process = gloo, default_store(), os.getpid()
+        self._connected: set[int] = set()  # the numbers of the ranks that this one has sent or asked something
         # Where the first rank to fail says why, and the others that they are there.
         self._words, self._has_said = f"ddp_patch/words/{name}", False
 
@@ -89,14 +90,17 @@ class Group:
 
     def gather(self, row: torch.Tensor, rows: torch.Tensor, timeout: float) -> Any:
         """Begin to gather every rank's row in the background, and return the work to wait for."""
+        self._connected |= {(self.index + away) % len(self.ranks) for away in (-1, 1)}  # gloo's ring
         return gather_in_background(self._open, row, rows, timedelta(seconds=timeout))
 
     def send(self, data: torch.Tensor, index: int) -> Any:
         """Begin to send bytes to a rank, and return the work to wait for."""
+        self._connected.add(index)
         return self._open.send([data], index, _DATA)
 
     def receive(self, into: torch.Tensor, index: int) -> Any:
         """Begin to receive bytes that a rank sends, and return the work to wait for."""
+        self._connected.add(index)
         return self._open.recv([into], index, _DATA)
 
     def all_gather(self, doing: str, own: Bytes, sizes: Sequence[int], timeout: float) -> list[Bytes]:
@@ -168,9 +172,9 @@ class Group:
             if why and not self._has_said:
                 with suppress(RuntimeError):  # the store may be gone
                     self._store.compare_set(self._words, "", json.dumps([self.ranks[self.index], why]))
-            # gloo breaks all connections when a time is over, on one that is not broken yet.
-            ranks = len(self.ranks)
-            any(self._times_out((self.index + after) % ranks) for after in range(1, ranks))
+            # gloo breaks all connections when a time is over, on one that is not broken yet. To ask a rank that is not
+            # connected would take the group's whole timeout, if that rank has ended.
+            any(map(self._times_out, sorted(self._connected)))
             self._gloo = None
 
     def _times_out(self, index: int) -> bool:

@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import loader, seed_ambient
 
 from ddp_patch import gather_in_order, gather_step, iter_with_weights, patch_dataloader_to_ddp
+from ddp_patch.ranks.group import kept_groups
 
 PASSES, N = 8, 70
+LONG_S = 240.0  # that ranks wait for each other
 
 
 class Parts(IterableDataset[int]):
@@ -65,3 +68,20 @@ def many(rank: int, world_size: int) -> int:
 def test_ranks_leave_no_file_open(world_size: int) -> None:
     """And have few connections beside those of the user's own group."""
     assert max(run_ranks(many, world_size)) <= 10 + 2 * math.log2(world_size)
+
+
+def end_in_turn(rank: int, world_size: int, folder: Path) -> None:
+    """Gather, and end when the rank after this one has."""
+    given = patch_dataloader_to_ddp(loader(batch_size=3, sampler=range(N)), timeout=LONG_S)
+    assert gather_in_order([item for batch in given for item in batch], given) == [*range(N)]
+    while rank < world_size - 1 and not (folder / f"{rank + 1}").exists():
+        sleep(0.01)
+    for group in kept_groups(range(world_size), "rows"):
+        group.close()  # as when the process ends
+    (folder / f"{rank}").touch()
+    dist.barrier()
+
+
+def test_the_last_of_many_ranks_wait_for_none_that_has_ended(tmp_path: Path) -> None:
+    """Of eight, each is connected with six others. The seventh would have to connect with it, and is gone."""
+    run_ranks(end_in_turn, 8, tmp_path, timeout=LONG_S / 2)
