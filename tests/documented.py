@@ -12,8 +12,8 @@ Files are named from the page's folder. A command that fails is followed by ``$ 
 printed, ``...`` stands for what varies; or a regular expression does, in ``<!-- varies: EXPRESSION -->`` right above
 the block. Any other block fails.
 
-A console block that the README has, too, is tested there alone. The README's torchrun starts its ranks; on other pages
-they are forked from a process that has imported torch, which takes a fraction of the time.
+A console block that the README has, too, is tested there alone. A command with ``torchrun`` runs twice, both at once:
+as it stands, and with ranks that are as unlike as those of several machines.
 """
 
 import ast
@@ -21,6 +21,7 @@ import contextlib
 import difflib
 import doctest
 import io
+import json
 import os
 import re
 import signal
@@ -28,10 +29,11 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from sybil import Document, Example, Region
 from sybil.evaluators.python import PythonEvaluator
@@ -54,16 +56,14 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
     "RAY_USAGE_STATS_ENABLED": "0",  # else it reports to its makers
 }
-TORCHRUN = re.compile(
-    r"torchrun --standalone --nproc-per-node (?P<ranks>\d+) (?P<file>docs/examples/\S+\.py)"
-    r"(?P<folder> \$\(mktemp -d\)(?P<below>\S*))?"
-)
+TORCHRUN = re.compile(r"torchrun .*--nproc-per-node (\d+) ")
 INSTALLS_OR_TESTS = re.compile(
     r"python3 -m venv \.venv|source \.venv/bin/activate|(\S+/)?(pip install .+|nox (-r )?-s .+|pytest -n auto .*)"
 )
 COMMENT = re.compile(r"<!-- (?P<what>whole|part|varies): (?P<value>[^\n]+?) -->\s*\Z")  # right above a block
 find_fences = RawFencedCodeBlockLexer(re.compile(r"(?P<info>[^\n]*)\n"))
 run_python = PythonEvaluator()
+Run: TypeAlias = Callable[[str], tuple[int, str, str]]
 
 
 def blocks(document: Document) -> Iterable[Region]:
@@ -90,7 +90,7 @@ def evaluate(example: Example) -> str | None:
             if Path(example.path) != README and f"```console\n{region.parsed}```" in README.read_text():
                 return None  # tested there
             varies = _declared(document, region, "varies")
-            return _console(region.parsed, varies["value"] if varies else None, is_readme=Path(example.path) == README)
+            return _console(region.parsed, varies["value"] if varies else None)
         case "sh":
             return _sh(region.parsed)
         case other:
@@ -174,44 +174,45 @@ def _neighbour(document: Document, region: Region, step: int) -> Region | None:
 # Commands
 
 
-def _console(source: str, varies: str | None, is_readme: bool = True) -> str | None:
+def _console(source: str, varies: str | None) -> str | None:
     before, *parts = re.split(r"^\$ ", source.replace("\\\n", ""), flags=re.MULTILINE)
     if before.strip() or not parts:
         return "A console block begins with a command: `$ command`."
     status = 0
     for place, part in enumerate(parts):
         command, _, shown = part.partition("\n")
-        if command == "echo $?":
-            status, printed, error = 0, f"{status}\n", ""
-        elif (torchrun := TORCHRUN.fullmatch(command)) and not is_readme:
-            status, printed, error = 0, _run_forked(torchrun), ""
-        else:
-            status, printed, error = run_command(command)
-            told = parts[place + 1 : place + 2] and parts[place + 1].startswith("echo $?\n")
+        runs = [(0, f"{status}\n", "")] if command == "echo $?" else run_twice(command)
+        told = parts[place + 1 : place + 2] and parts[place + 1].startswith("echo $?\n")
+        for how, (status, printed, error) in zip(("as it stands", "on unlike twins"), runs, strict=False):
             if status != 0 and not told:
-                return f"`{command}` ended with status {status}:\n{printed}\n{error}"
-        if found := differs(shown, printed, varies):
-            return f"`{command}`: {found}\n{error}"
+                return f"`{command}`, {how}, ended with status {status}:\n{printed}\n{error}"
+            if found := differs(shown, printed, varies):
+                return f"`{command}`, {how}: {found}\n{error}"
     return None
 
 
-def _run_forked(torchrun: re.Match[str]) -> str:
-    from quick import run_script
-
-    with TemporaryDirectory() as folder:
-        arguments = [folder + torchrun["below"]] if torchrun["folder"] else []
-        return run_script(
-            CHECKOUT, int(torchrun["ranks"]), str(CHECKOUT / torchrun["file"]), *arguments, environment=SETTINGS
-        )
+def run_twice(command: str) -> list[tuple[int, str, str]]:
+    """Run a command as it stands; and at once, if it starts ranks by torchrun, on ranks as unlike as machines."""
+    ways = [run_command] if TORCHRUN.search(command) is None else [run_command, run_on_twins]
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda run: run(command), ways))
 
 
-def run_command(command: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
-    """Run a command as a user does, in this environment; return its exit status and what it wrote."""
+def run_on_twins(command: str) -> tuple[int, str, str]:
+    """Run a command with torchrun, whose ranks are as unlike as those of several machines."""
+    return run_command(command, environment=_twins(command))
+
+
+def run_command(
+    command: str, limit_s: float = LIMIT_S, environment: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, str, str]:
+    """Run a command as a user does, in this environment and more; return its exit status and what it wrote."""
     # A script finds the modules beside it, as for a user: the folders of scripts do not hold the package.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     environment = inherited | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         **SETTINGS,
+        **environment,
     }
     process = subprocess.Popen(  # noqa: S603 - our own pages
         ["bash", "-o", "pipefail", "-c", command],  # noqa: S607 - the bash of the PATH, as in .ci/run
@@ -230,6 +231,21 @@ def run_command(command: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
         error += f"\nIt did not end within {limit_s:g} s."
         return process.returncode or 1, output, error
     return process.returncode, output, error
+
+
+def _twins(command: str) -> dict[str, str]:
+    """Return an environment in which ranks of torchrun are forked from the servers that ``run_ranks`` keeps.
+
+    ``on_twins/sitecustomize.py`` reads it.
+    """
+    from quick import address_of
+
+    from ddp_patch.testing.twins import environment_of
+
+    (ranks,) = TORCHRUN.findall(command)
+    servers = [(address_of(rank), environment_of(rank, ())) for rank in range(int(ranks))]
+    folders = [str(Path(__file__).parent / "on_twins"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"TWINS": json.dumps(servers), "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def _sh(source: str) -> str | None:
@@ -284,3 +300,6 @@ def regions_of(text: str, path: Path) -> list[Any]:
     for region in blocks(document):
         document.add(region)
     return list(document.examples())
+
+
+WAYS: list[Run] = [run_command, run_on_twins]  # in which each command with torchrun is run

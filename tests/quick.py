@@ -2,14 +2,8 @@
 
 import multiprocessing
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -89,46 +83,6 @@ def said(act: Callable[[], Any]) -> tuple[str, str]:
         return "nothing", repr(act())
     except DDPPatchError as error:
         return type(error).__name__, message_of(error)
-
-
-def run_script(folder: Path, world_size: int, *command: str, environment: Mapping[str, str] = {}) -> str:
-    """Run a script in a folder on ranks as ``torchrun --standalone`` does, and return what they write to stdout.
-
-    The ranks are forked from a process that has imported what torchrun's would import, each for seconds.
-    """
-    # The launcher's. torch leaves it out of what it exports.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    with TemporaryDirectory() as kept:
-        output = Path(kept, "stdout")
-        settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        settings |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0", **environment}
-        run_ranks(_script_on_rank, world_size, folder, output, settings, command)
-        return output.read_text("utf-8")
-
-
-def _script_on_rank(
-    rank: int, world_size: int, folder: Path, output: Path, settings: Mapping[str, str], command: Sequence[str]
-) -> None:
-    dist.destroy_process_group()  # the script makes its own
-    os.chdir(folder)
-    os.environ |= settings
-    os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
-    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a file
-    sys.argv[:] = command
-    sys.path.insert(0, str(Path(command[0]).parent))
-    warnings.simplefilter("ignore")
-    # The group is kept to the end. torch frees one with the GIL held and waits for threads of gloo, one of which may
-    # wait for the GIL to free what it reduced for DistributedDataParallel.
-    groups: list[dist.ProcessGroup] = []
-    dist.destroy_process_group = partial(_destroy, groups, dist.destroy_process_group)
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__file__ = command[0]
-    exec(compile(Path(command[0]).read_text(), command[0], "exec"), vars(main))  # noqa: S102 - our own script
-
-
-def _destroy(kept: list[dist.ProcessGroup], destroy: Callable[..., None], *of: Any, **options: Any) -> None:
-    kept += dist.distributed_c10d._world.pg_map
-    destroy(*of, **options)
 
 
 def in_turn(those: Iterable[tuple[Any, ...]], ways: Sequence[Any]) -> list[Any]:

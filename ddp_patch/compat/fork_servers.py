@@ -5,8 +5,10 @@ Its class for a server is not documented, nor is the one for what is forked from
 
 import io
 import os
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.context import ForkServerProcess, set_spawning_popen
 from typing import Any
@@ -44,8 +46,18 @@ class Server(forkserver.ForkServer):
     def ensure_running(self) -> None:
         """Start the server unless it runs."""
         resource_tracker.ensure_running()  # whose environment stays this process's
-        with _starting, patch.dict(os.environ, self.environment):
+        with _starting, patch.dict(os.environ, self.environment), _interrupts_held_back():
             super().ensure_running()
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Keep Ctrl-C from what is started meanwhile, and from what that starts: it would print a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Forked(ForkServerProcess):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar, TypeVarTuple, cast
@@ -117,7 +116,8 @@ def run_ranks(
         fn: A function that other processes can import from its module.
         world_size: The number of ranks, at least 1.
         args: Further arguments, picklable.
-        timeout: The seconds within which every rank must return; also the time-out of collectives.
+        timeout: The seconds within which every rank must return, once all have started; also the time-out of
+            collectives.
         grace: How many seconds the other ranks may still run after one has failed: their errors help to find the cause.
         alike: Names of environment variables that ranks have as the caller has them, such as ``"HOME"`` and
             ``"HF_HOME"`` for what has been downloaded into these folders.
@@ -144,18 +144,16 @@ def run_ranks(
             f"run_ranks was called with world_size={world_size} and timeout={timeout}. Pass at least 1 rank and a "
             "positive number of seconds."
         )
-    deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder, contextlib.ExitStack() as processes:
-        with _interrupts_held_back():
-            for rank in range(world_size):  # all begin to start before one is waited for
-                server_of(rank).ensure_running()
+        for rank in range(world_size):  # all begin to start before one is waited for
+            server_of(rank).ensure_running()
         environments = [{**os.environ, **environment_of(rank, alike)} for rank in range(world_size)]
         tasks = [
             _Task(fn, args, rank, world_size, timeout, Path(folder), environment)
             for rank, environment in enumerate(environments)
         ]
         ranks = [processes.enter_context(_started(task)) for task in tasks]
-        _collect(ranks, deadline, grace)
+        _collect(ranks, time.monotonic() + timeout, grace)
     if all(rank.fate == "returned" for rank in ranks):
         return [rank.result for rank in ranks]
     raise RanksFailedError(_describe(getattr(fn, "__qualname__", repr(fn)), ranks, timeout))
@@ -206,8 +204,7 @@ def _started(task: "_Task") -> Iterator[_Rank]:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = Forked(server_of(task.rank), _rank_main, (task, sender))
     try:
-        with _interrupts_held_back():
-            process.start()
+        process.start()
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them depends on what is pickled
         receiver.close()
         sender.close()
@@ -224,22 +221,11 @@ def _started(task: "_Task") -> Iterator[_Rank]:
         receiver.close()
 
 
-@contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Keep Ctrl-C from what is started meanwhile: a rank that it met while it imports would print a traceback.
-
-    The rank lets signals through once it leads a process group of its own, which a terminal's Ctrl-C does not reach.
-    """
-    resource_tracker.ensure_running()  # first, because starting it lets the signal through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _let_interrupts_through() -> None:
-    """Forget an interrupt that came while this rank started; its parent ends it."""
+    """Forget an interrupt that came while this rank started; its parent ends it.
+
+    From now on this process leads a process group of its own, which a terminal's Ctrl-C does not reach.
+    """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, handler)

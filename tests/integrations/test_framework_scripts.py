@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documented import CHECKOUT, run_command
-from quick import run_script, soaked
+from documented import CHECKOUT, run_command, run_on_twins
+from quick import soaked
 
 FOLDER = CHECKOUT / "docs" / "examples" / "frameworks"
 CHECKPOINTS = {"lightning_callback": "step=5.ckpt", "hf_mixin": "checkpoint-5", "ignite_attached": "trainer_5.pt"}
@@ -18,7 +18,11 @@ STARTS_RANKS = ["notebook", pytest.param("ray_train", marks=pytest.mark.ray)]
 
 def run(folder: Path, *command: str) -> None:
     """Run a command as a user does in a folder."""
-    status, _, error = run_command(f"cd {folder} && {shlex.join(command)}")
+    check(run_command(f"cd {folder} && {shlex.join(command)}"))
+
+
+def check(run: tuple[int, str, str]) -> None:
+    status, _, error = run
     assert status == 0, error
 
 
@@ -27,14 +31,16 @@ def script(name: str) -> str:
 
 
 def by_torchrun(folder: Path, *command: str) -> None:
-    run(folder, "torchrun", "--standalone", "--nproc-per-node", "2", *command)
+    check(run_command(f"cd {folder} && {TORCHRUN} {shlex.join(command)}"))
 
 
-def forked(folder: Path, *command: str) -> None:
-    run_script(folder, 2, *command)
+def by_torchrun_on_twins(folder: Path, *command: str) -> None:
+    check(run_on_twins(f"cd {folder} && {TORCHRUN} {shlex.join(command)}"))
 
 
-launched = pytest.mark.parametrize("launch", [forked, soaked(by_torchrun)])
+TORCHRUN = "torchrun --standalone --nproc-per-node 2"
+as_it_stands = pytest.param(by_torchrun, marks=pytest.mark.torchrun)  # imports for long
+launched = pytest.mark.parametrize("launch", [as_it_stands, by_torchrun_on_twins])
 
 
 @launched
@@ -50,10 +56,6 @@ def test_a_script_of_the_page_trains_and_resumes(name: str, launch: Any, tmp_pat
 @pytest.mark.parametrize("name", [*TRAIN, *map(soaked, SOAKED)])
 def test_a_script_of_the_page_trains(name: str, launch: Any, tmp_path: Path) -> None:
     launch(tmp_path, script(name))
-
-
-def test_a_metric_that_is_updated_in_each_step_is_that_of_one_process(tmp_path: Path) -> None:
-    assert "as in one process" in run_script(tmp_path, 3, str(FOLDER.parent / "step_metrics.py"))
 
 
 @pytest.mark.parametrize("name", STARTS_RANKS)

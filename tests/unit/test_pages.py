@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from commands import COMMANDS, NOT_RUN, READERS, found_in_pages
 from compatibility import PAGE, row, with_row
 from documented import CHECKOUT, nox_sessions, regions_of, run_command
 from torch.distributed.run import get_args_parser
@@ -148,6 +149,16 @@ def test_every_example_is_run_by_something(path: Path) -> None:
     run = any(path.name in runner.read_text() for runner in runners if runner != Path(__file__))
     imported = any(module in other.read_text() for other in path.parent.glob("*.py"))
     assert run or imported
+
+
+def test_every_command_with_torchrun_is_in_the_table_of_what_runs_it() -> None:
+    assert {command for command, _ in found_in_pages()} == {*COMMANDS, *READERS, *NOT_RUN}
+    for command, runner in COMMANDS.items():
+        text = (CHECKOUT / runner).read_text()
+        if runner.endswith(".md"):  # tests/documented.py runs its console blocks
+            assert f"\n$ {command}\n" in text
+        elif "train.py" not in command:
+            assert f'runner == "{runner}"' in text
 
 
 # The site.
