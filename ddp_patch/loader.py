@@ -34,7 +34,7 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.ranks.log import State
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.batches import CountedIterator, RepeatedPasses, WatchedIterator, by_value
+from ddp_patch.sharding.batches import CountedIterator, EmptyIterator, RepeatedPasses, WatchedIterator, by_value
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import no_state
@@ -141,7 +141,8 @@ class OwnMethods:
         self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
         # A loader with one iterator for all epochs takes them by itself.
         makes_own = repeated is not None or has_own_iterators(self._kind)
-        self._takes_notes = is_torchs and not makes_own and isinstance(loader.dataset, IterableDataset)
+        self._is_torchs = is_torchs and not makes_own
+        self._takes_notes = self._is_torchs and isinstance(loader.dataset, IterableDataset)
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
         has_states = self._kind is kind and any(hasattr(loader, name) for name in _STATEFUL)
         self._is_resumable = self._counts and in_order and not has_states
@@ -180,6 +181,8 @@ class OwnMethods:
         with nullcontext() if passes is None else passes.iterator_context(loader):
             if self._repeated is not None:
                 return self._repeated.begin_anew(loader)
+            if passes is not None and self._is_torchs and passes.begins_at_end:
+                return EmptyIterator(loader, passes, reaches_loop=self._counts)
             with self._collating(loader), self._noting(loader) as noted:
                 # The class's method, because the loader's own attribute of that name is this one.
                 iterator = getattr(self._kind, MAKE_ITERATOR)(loader)

@@ -31,11 +31,12 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         loader: A loader from ``patch_dataloader_to_ddp``.
         batches_done: How many batches the training loop has finished in this epoch, as ``enumerate(loader)`` counts
             them. Default: those that the loader has given to the loop, without those that workers have prefetched. Pass
-            it if something between the loader and the loop fetches ahead. After the last batch, the state is the
-            beginning of the next epoch.
+            it if something between the loader and the loop fetches ahead.
 
     Returns:
-        The state. ``state["epoch"]`` is the epoch in which training resumes.
+        The state. ``state["epoch"]`` is the epoch in which training resumes. After the last batch it is still that of
+        this batch, with nothing left: the first pass after a restore gives no batch, and the loop goes on with what
+        follows an epoch, such as validation.
 
     Raises:
         NotPatchedError: The loader was not patched.
@@ -84,20 +85,22 @@ def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, 
     return state_after(passes_of(facts), batches_delivered(facts) - ahead, facts.batching, on_this_rank=True)
 
 
-def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int:
+def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int | None:
     """Return how far a state is, in batches that the ranks of now would have made of the whole epoch.
 
-    The loader stays as it is.
+    It is None if that is all of an epoch without length. The loader stays as it is.
 
     Raises:
         StateError: The state is not of this loader.
     """
     facts = patched_facts("restore_loader", loader)
     passes, batching = passes_of(facts), facts.batching
-    position = position_in(passes, state).or_next_epoch()
+    position = position_in(passes, state)
     left, whole = (passes.items_left(place) for place in (position, Position(position.epoch)))
     if left is not None and whole is not None:
         return batching.count(whole) - batching.count(left)
+    if position.is_ended:
+        return None
     items = sum(ranks * taken for ranks, taken in position.consumed)
     return items // passes.agreed.world.num_replicas // batching.size
 
@@ -152,7 +155,7 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
     """Restore a loader; ``counts_rest=False`` keeps ``len()`` of a whole epoch, for loops that count from its start."""
     passes = patched_sampler("restore_loader", loader).rank_passes
     with failures_broadcast(passes.agreed.world, _RESTORING):
-        position = position_in(passes, state).or_next_epoch()
+        position = position_in(passes, state)
         left = passes.items_left(position) if passes.has_one_iterator and position.is_within_pass else None
         if left is not None and patched_facts("restore_loader", loader).batching.count(left) < 1:
             raise StateError(

@@ -27,6 +27,7 @@ __all__ = [
     "SAMPLE_KEY",
     "TAKE_LOADERS",
     "TRAINER_BEGINS",
+    "TRAINER_RESTORES_RNG",
     "TRAINER_RUNS_EPOCH",
     "TRAINER_SHARES_ITSELF",
     "TRAINER_SKIPS",
@@ -37,6 +38,7 @@ __all__ = [
     "accelerate_is_on",
     "arranges_neighbours",
     "asks_for_its_own_dataset",
+    "finish_lightning_epoch",
     "forget_loaded_state",
     "full_name",
     "gather_in_accelerate",
@@ -254,6 +256,33 @@ def lightning_restarts_exactly(trainer: Any) -> bool:
     return hasattr(trainer.fit_loop, "restarted_mid_epoch")
 
 
+def finish_lightning_epoch(trainer: Any, fetcher: Any, *, has_validated: bool) -> None:
+    """Let a Trainer that restarts after the last batch of an epoch do what follows it, before the next epoch.
+
+    By itself it goes to the next epoch if its checkpoint was taken before it validated.
+
+    Args:
+        trainer: It has read the checkpoint, and set up its loops.
+        fetcher: Its training batches.
+        has_validated: Whether it had validated when the checkpoint was taken.
+    """
+    fitting, loop, validating = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop
+    epochs, batches = fitting.epoch_progress, loop.batch_progress
+    if epochs.total.processed == epochs.total.started:  # it counted the epoch as done when it restarted
+        for each in (epochs.current, epochs.total):
+            each.processed, each.completed = each.processed - 1, each.completed - 1
+    for each in (batches.current, batches.total):
+        each.ready = each.started = each.completed = each.processed
+    loop.update_restart_stage()  # also that of validation
+    fitting._restarting = False  # the loops within it restart; it ends the epoch as ever
+    if not loop._should_check_val_fx(fetcher):
+        fetcher.batches, fetcher.done = [], True  # so that no step is made
+        loop._batches_that_stepped += 1
+    elif not (has_validated or validating.restarted_mid_evaluation):
+        validating.restarting = False
+        validating._restart_stage = sys.modules[type(validating).__module__].RestartStage.RESTARTED_MID_EVALUATION
+
+
 def lightning_fetcher(trainer: Any) -> Any:
     """Return what gets a Trainer's training batches: it counts what it ``fetched``, and has the ``combined_loader``.
 
@@ -316,6 +345,9 @@ TRAINER_SKIPS: Final = "transformers.trainer.skip_first_batches"
 # its number of batches by the keyword steps_in_epoch. Seen in 5.22.2 to 5.24.0; there is no public way to say either.
 TRAINER_BEGINS: Final = "_init_training_state"
 TRAINER_RUNS_EPOCH: Final = "_run_epoch"
+
+# What restores random states from a checkpoint, of which it is given the folder.
+TRAINER_RESTORES_RNG: Final = "_load_rng_state"
 
 # The file of a checkpoint that has its TrainerState.
 TRAINER_STATE: Final = "trainer_state.json"

@@ -18,6 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from ddp_patch.compat.private_packages import (
     TRAINER_BEGINS,
+    TRAINER_RESTORES_RNG,
     TRAINER_RUNS_EPOCH,
     TRAINER_SHARES_ITSELF,
     TRAINER_SKIPS,
@@ -102,6 +103,8 @@ class PatchedLoadersMixin:
         def epoch_run(*values: Any, **named: Any) -> Any:
             if self._count is not None and named["epoch"] == self._count.begun[0]:
                 named["steps_in_epoch"] = self._count.batches
+                if self._count.begun[1] == self._count.batches:  # the Trainer does so after the first step
+                    getattr(self, TRAINER_RESTORES_RNG)(named["resume_from_checkpoint"])
             return run_epoch(*values, **named)
 
         self._saved, self._count = _saved_in(resume_from_checkpoint, self.args.output_dir), None
@@ -255,17 +258,20 @@ def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count 
             vars(loader).pop("set_epoch", None)
             loader.sampler.rank_passes.counts_rest = False
             return None
-        return _count_of_rest(loader, args, steps)
+        return _count_of_rest(loader, args, steps, has_ended=kept.get("has_ended", False))
     if not has_length(loader) or (part and not kept):
         return None
     return _Count(int(epoch) * steps + round(part * len(loader)) // of_step, (int(epoch), 0), len(loader))
 
 
-def _count_of_rest(loader: Any, args: Any, steps: int) -> _Count:
-    """Return how to count on where a loader was restored whose length is the rest of its epoch."""
+def _count_of_rest(loader: Any, args: Any, steps: int, *, has_ended: bool) -> _Count:
+    """Return how to count on where a loader was restored whose length is the rest of its epoch.
+
+    Where nothing is left of that, the Trainer still does what follows its last step, unless it had done so.
+    """
     sampler, of_step = loader.sampler, args.gradient_accumulation_steps
     epoch, left = sampler.rank_passes.position.epoch, len(loader)
-    if not left:  # "drop" leaves out the rest
+    if has_ended:
         epoch += 1
         sampler.set_epoch(epoch)
         left = len(loader)
@@ -299,6 +305,7 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
     def __init__(self) -> None:
         self.loader: Any = None
         self.plan: list[int | None] = []
+        self.has_ended = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **others: Any) -> None:
         """Record what to save."""
@@ -307,11 +314,20 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
         # A checkpoint of another class has no entry, without which the Trainer would raise when it saves.
         state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {}})
 
+    def on_epoch_begin(self, *args: Any, **others: Any) -> None:
+        """Record that a checkpoint from now on is one within an epoch."""
+        self.has_ended = False
+
+    def on_epoch_end(self, *args: Any, **others: Any) -> None:
+        """Record that the Trainer evaluates, and saves what it saves then."""
+        self.has_ended = True
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
         place = None if self.loader is None else self._place()
         groups = None if self.loader is None else _groups_of(self.loader)
-        return {"args": {}, "attributes": {"place": place, "plan": self.plan, "groups": groups}}
+        kept = {"place": place, "plan": self.plan, "groups": groups, "has_ended": self.has_ended}
+        return {"args": {}, "attributes": kept}
 
     def _place(self) -> dict[str, Any]:
         """Return the loader's position, or why there is none: the checkpoint may never be restored."""

@@ -5,11 +5,20 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, Self, cast
+from unittest.mock import patch
 
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.private_torch import RUNNING_ITERATOR, AroundIterator, BatchesOf, has_own_iteration, is_end
+from ddp_patch.compat.private_torch import (
+    MAKE_ITERATOR,
+    RUNNING_ITERATOR,
+    AroundIterator,
+    BatchesOf,
+    forget_iterator,
+    has_own_iteration,
+    is_end,
+)
 from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
@@ -28,6 +37,7 @@ from ddp_patch.walks import SCALARS, elements, plain_tensors
 
 __all__ = [
     "CountedIterator",
+    "EmptyIterator",
     "RepeatedPasses",
     "WatchedIterator",
     "batches_delivered",
@@ -262,6 +272,27 @@ class CountedIterator(AroundIterator):
         self._has_pass, self._pass = True, self._passes.latest
         if self._pass is not None and self._reaches_loop:
             self._pass.begin_loop()
+
+
+class EmptyIterator(CountedIterator):
+    """Is the iterator of a pass that resumes after the last batch of its epoch: the next pass starts the workers.
+
+    Args:
+        loader: The loader.
+        passes: The passes over it.
+        reaches_loop: As in ``CountedIterator``.
+    """
+
+    def __init__(self, loader: DataLoader[Any], passes: Passes[Any], *, reaches_loop: bool) -> None:
+        self._loader = loader
+        with patch.multiple(loader, num_workers=0, timeout=0):
+            made = getattr(DataLoader, MAKE_ITERATOR)(loader)
+        super().__init__(made, passes, begins_ahead=False, reaches_loop=reaches_loop)
+
+    def stop(self, reason: BaseException) -> None:
+        """Record that the loop sees the end; a loader with persistent workers makes another iterator then."""
+        forget_iterator(self._loader)
+        super().stop(reason)
 
 
 class WatchedIterator(AroundIterator):

@@ -184,7 +184,7 @@ class Passes(Generic[T]):
     def _note_begun(self, current: Pass[T]) -> None:
         """Record a pass that begins to draw; it takes the position that was loaded."""
         self.epochs.current, self.epochs.upcoming = current.epoch, current.epoch + 1
-        self.epochs.passes += 1
+        self.epochs.passes += not current.start.is_ended  # of one that gives nothing, workers are told nothing
         self.latest, self.position = current, None
 
     def note_running(self, current: Pass[T]) -> None:
@@ -199,6 +199,11 @@ class Passes(Generic[T]):
     def current(self) -> Pass[T] | None:
         """The latest pass, unless a state was restored since."""
         return self.latest if self.position is None else None
+
+    @property
+    def begins_at_end(self) -> bool:
+        """Whether the next pass resumes after the last batch of its epoch, and gives none."""
+        return self.position is not None and self.position.is_ended
 
     @property
     def batches_into_pass(self) -> int:
@@ -260,8 +265,7 @@ class Passes(Generic[T]):
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
-        # First, because a sampler may refuse its state. Only a position for load_state_dict has ended: restore_loader
-        # takes the one that follows.
+        # First, because a sampler may refuse its state.
         self.sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
         if position.seed is not None:
             self.agreed.seed.value = position.seed

@@ -20,6 +20,7 @@ __all__ = [
     "States",
     "StreamSnapshot",
     "StreamStart",
+    "epoch_after",
     "no_state",
     "position_in",
     "split_consumed",
@@ -53,6 +54,13 @@ class StreamStart(NamedTuple):
             is_drawn: Whether that one may have been read already. Then only exactly the same items will do.
         """
         return self.whole == other.whole is not None if is_drawn else self.value in {None, other.value}
+
+
+# More epochs, items or workers than this nobody counts, and memory that workers share could not hold.
+_MOST = 2**63 - 1
+
+# What was taken of an epoch of which nothing is left.
+_EVERYTHING: Consumed = ((1, _MOST),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +139,7 @@ class Position:
 
     Attributes:
         epoch: Which epoch it is over.
-        parts: What was taken of each part of that epoch.
+        parts: What was taken of each part of that epoch; empty if nothing is left of any.
         turn: Which part gives the next batch; None if nothing is left of any, so that the next pass is empty.
         states: What the samplers held before the epoch, or after it if nothing is left.
         seed: The seed of the epochs' order, in a position that was read; else None.
@@ -146,6 +154,8 @@ class Position:
     @property
     def consumed(self) -> Consumed:
         """What was taken of all parts together. Each was taken by the same numbers of ranks, one after the other."""
+        if self.is_ended:
+            return _EVERYTHING
         return tuple((taken[0][0], sum(each for _, each in taken)) for taken in zip(*self.parts, strict=False))
 
     @property
@@ -155,17 +165,17 @@ class Position:
 
     @property
     def is_within_pass(self) -> bool:
-        """Whether it is within a pass, not where one begins."""
-        return any(self.parts)
+        """Whether it is within a pass or at its end, not where one begins."""
+        return any(self.parts) or self.is_ended
 
     @property
     def is_at_epoch_start(self) -> bool:
         """Whether nothing of the epoch was taken."""
-        return not any(taken for consumed in self.parts for _, taken in consumed)
+        return not self.is_ended and not any(taken for consumed in self.parts for _, taken in consumed)
 
     def or_next_epoch(self) -> "Position":
         """Return where the next epoch begins, if this one has ended; otherwise this position."""
-        return replace(self, epoch=self.epoch + 1, parts=((),), turn=0) if self.is_ended else self
+        return replace(self, epoch=self.epoch + 1, turn=0) if self.is_ended else self
 
 
 def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int]:
@@ -176,10 +186,6 @@ def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int
 
 
 # ---- what fields look like in a state ----
-
-
-# More epochs, items or workers than this nobody counts, and memory that workers share could not hold.
-_MOST = 2**63 - 1
 
 
 def _count(value: Any, most: int = _MOST) -> int:
@@ -256,13 +262,19 @@ def no_state(why: str) -> dict[str, Any]:
     return {_CANNOT_RESUME: why}
 
 
+def epoch_after(state: Mapping[str, Any]) -> int:
+    """Return the epoch of the first batch after a state: the next one, if nothing is left of the state's own."""
+    return int(state["epoch"]) + (state["turn"] is None)
+
+
 def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
     """Raise StateError unless there is a state for each part, generator and sampler; try each generator's on it."""
     states, parts = position.states, len(position.parts)
     if position.turn is not None and position.turn >= parts:
         raise _damaged(f"its field turn is {position.turn}, and it has {parts} parts, counted from 0")
-    # Where an epoch begins, nobody knows yet whether it has parts.
-    if len(states.streams) not in {0, parts} and not (parts == 1 and position.is_at_epoch_start):
+    # Where an epoch begins, or the next one does, nobody knows yet whether it has parts.
+    is_between = position.is_at_epoch_start or position.is_ended
+    if len(states.streams) not in {0, parts} and not (parts == 1 and is_between):
         raise _damaged(f"its field streams has {len(states.streams)} elements, not one for each part")
     generators = random_generators(holders)
     _require_number("generators", states.generators, len(generators))
@@ -340,6 +352,8 @@ def state_after(
 ) -> dict[str, Any]:
     """Return the state after some batches of the latest pass; after its last one, draw what the samplers draw then.
 
+    A loader with one iterator for all epochs has no pass without batches, so after the last one it begins the next.
+
     Args:
         passes: The passes over the loader.
         batches: How many.
@@ -362,7 +376,8 @@ def state_after(
     if current is None:
         return state_now(passes)
     if current.draw_end_after(batches, batching, on_this_rank=on_this_rank):
-        return _state_at(passes, current.position_at_end(passes.snapshot()).or_next_epoch())
+        end = current.position_at_end(passes.snapshot())
+        return _state_at(passes, end.or_next_epoch() if passes.has_one_iterator else end)
     return _state_at(passes, current.position_after(batches, batching))
 
 

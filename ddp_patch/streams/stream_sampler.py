@@ -22,7 +22,7 @@ from ddp_patch.positions_and_padding import Consumed, Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.log import Marks
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.item_sources import ItemSource
+from ddp_patch.sharding.item_sources import ItemSource, Nothing
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
@@ -212,14 +212,19 @@ class StreamPasses(Passes[None]):
         # Ask again: others may have begun an epoch, or set one, since this iterator was made.
         epoch = self.epochs.upcoming
         number = self.epochs.passes + 1
-        start = self.position or Position(epoch, states=self.snapshot())
-        source = StreamSource(start, self, number)
-        current = Pass(start, self, source)
+        resumed = self.position or self.worker.resumed_at(number, epoch)
+        start = resumed or Position(epoch, states=self.snapshot())
         if start.is_within_pass:
             # A loader may have drawn from them since.
             self.sampler_states.restore_generators(start.states.generators)
+        if start.is_ended:
+            self._note_begun(Pass(start, self, Nothing()))
+            self.worker.consumed = (), 0
+            return
+        source = StreamSource(start, self, number)
+        current = Pass(start, self, source)
         self.worker.shared.begin(number, epoch)
-        if self.position is None:
+        if resumed is None:
             self.forget_resumed()
         self._note_begun(current)
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
@@ -245,7 +250,7 @@ class StreamPasses(Passes[None]):
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         super().resume_at(position, counts_rest=counts_rest)
-        self.worker.resumed = self.epochs.passes + 1, position
+        self.worker.resumed = self.epochs.passes + 1, position.or_next_epoch()
         consumed = split_consumed(position.consumed, self.plan.num_replicas)
         self.worker.consumed = consumed if counts_rest else ((), 0)
 
@@ -258,7 +263,8 @@ class StreamPasses(Passes[None]):
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn."""
         super().choose(epoch)
-        if self.position is None:
+        resumed = self.worker.resumed
+        if self.position is None and resumed is not None and resumed[1].epoch != self.epochs.upcoming:
             self.forget_resumed()
 
     def require_fits(self, position: Position) -> None:
