@@ -32,6 +32,7 @@ from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.resume import loader_state, restore_loader
 from ddp_patch.sharding.saved_state import epoch_after
+from ddp_patch.sharding.state_text import from_text
 
 __all__ = ["ElasticLoader"]
 
@@ -162,7 +163,7 @@ class ElasticLoader(Generic[T]):
             step: The step.
         """
         state = self.state(step)
-        states = {name: kept for name, kept in state["states"].items() if name != "streams"}
+        states = {name: kept for name, kept in from_text(state["states"]).items() if name != "streams"}
         place = [state[name] for name in ("epoch", "seed", "parts", "turn")]
         return number_of([self._loader_number, state["loader"]]), number_of([place, states])
 

@@ -1,5 +1,6 @@
 """What other packages' datasets, samplers, arrays and worlds look like, told by their classes' full names."""
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,10 +53,12 @@ __all__ = [
     "lightning_fetcher",
     "lightning_place",
     "lightning_restarts_exactly",
+    "lightning_trainer_that_saves",
     "loses_items_when_loaded",
     "may_hold_a_normal",
     "repeats_over_ranks",
     "rows_at",
+    "saves_positions",
     "shards_in_accelerate",
     "splits_by_node",
     "webdataset_world",
@@ -249,6 +252,25 @@ def lightning_place(checkpoint: Mapping[str, Any]) -> tuple[int, Sequence[Any]]:
 def keep_lightning_states(checkpoint: Mapping[str, Any], states: Sequence[Any]) -> None:
     """Put states of the training loaders into a checkpoint, in place of those that Lightning took."""
     checkpoint["loops"]["fit_loop"]["state_dict"][_LIGHTNING_STATES] = list(states)
+
+
+def saves_positions(callback: object) -> bool:
+    """Return whether a Trainer's callback is this package's, which saves the positions of loaders itself."""
+    return getattr(callback, "saves_positions_of_loaders", False)
+
+
+def lightning_trainer_that_saves() -> Any:
+    """Return the Trainer of Lightning's whose loops ask for the state of a loader now; None if none does."""
+    frame = inspect.currentframe()
+    for _ in range(8):
+        if frame is None:
+            return None
+        own = frame.f_locals.get("self")
+        is_saving = frame.f_code.co_name == "on_save_checkpoint"
+        if is_saving and type(own).__name__ == "_FitLoop" and type(own).__module__.endswith("loops.fit_loop"):
+            return own.trainer
+        frame = frame.f_back
+    return None
 
 
 def lightning_restarts_exactly(trainer: Any) -> bool:

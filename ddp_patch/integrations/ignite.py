@@ -2,19 +2,20 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar, Unpack, cast
 
 from ignite.engine import Engine, Events
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, StateError, message_of
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, StateError
 from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
-from ddp_patch.resume import batches_as_here, loader_state, resume_loader
+from ddp_patch.resume import batches_as_here, loader_state, resume_loader, state_or_reason
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.saved_state import epoch_after, no_state
+from ddp_patch.sharding.saved_state import epoch_after
 
 __all__ = ["attach_loader"]
 
@@ -107,10 +108,7 @@ class _SavedPosition:
         """Return the engine's state with the loader's, or with the reason why there is none: it may never be loaded."""
         place = None
         if isinstance(self._loader.sampler, EpochSampler):
-            try:
-                place = loader_state(self._loader)
-            except DDPPatchError as error:
-                place = no_state(message_of(error))
+            place = state_or_reason(self._loader, partial(loader_state, self._loader))
         own = ((_KEY, place), (_PLAN, self._plan()), (_ENDED, self._has_ended))
         return OrderedDict([*self._of_engine[0]().items(), *own])
 

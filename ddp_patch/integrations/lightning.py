@@ -19,20 +19,12 @@ from ddp_patch.compat.private_packages import (
     lightning_place,
     lightning_restarts_exactly,
 )
-from ddp_patch.errors import (
-    DDPPatchError,
-    InvalidOptionError,
-    NotDistributedWarning,
-    StateError,
-    UnsupportedLoaderError,
-    message_of,
-)
+from ddp_patch.errors import InvalidOptionError, NotDistributedWarning, StateError, UnsupportedLoaderError
 from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
-from ddp_patch.resume import batches_as_here, state_on_this_rank
-from ddp_patch.sharding.saved_state import no_state
+from ddp_patch.resume import batches_as_here, state_on_this_rank, state_or_reason
 from ddp_patch.validation import counted
 from ddp_patch.wrappers import alone, with_mesh
 
@@ -89,6 +81,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         >>> trainer.global_step, len(loader)
         (8, 16)
     """
+
+    saves_positions_of_loaders: bool = True
 
     def __init__(self, **options: Unpack[PatchOptions]) -> None:
         super().__init__()
@@ -247,7 +241,4 @@ def _stateful(loaders: Sequence[Any]) -> list[Any]:
 
 def _state(loader: DataLoader[Any], ahead: int) -> dict[str, Any]:
     """Return a loader's state without the batches that are ahead of the loop, or why it is not known."""
-    try:
-        return state_on_this_rank(loader, ahead=ahead)
-    except DDPPatchError as error:
-        return no_state(message_of(error))
+    return state_or_reason(loader, partial(state_on_this_rank, loader, ahead=ahead))

@@ -1,7 +1,7 @@
 """Let Hugging Face's Trainer train on a patched loader and resume it mid-epoch, by one base class."""
 
-import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -24,12 +24,11 @@ from ddp_patch.compat.private_packages import (
     TRAINER_SKIPS,
     TRAINER_STATE,
 )
-from ddp_patch.errors import DDPPatchError, StateError, message_of
+from ddp_patch.errors import StateError
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
-from ddp_patch.resume import loader_state, resume_loader
+from ddp_patch.resume import loader_state, resume_loader, state_or_reason
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.saved_state import no_state
 from ddp_patch.validation import counted
 from ddp_patch.wrappers import alone, with_mesh
 
@@ -324,17 +323,7 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        place = None if self.loader is None else self._place()
+        place = None if self.loader is None else state_or_reason(self.loader, partial(loader_state, self.loader))
         groups = None if self.loader is None else _groups_of(self.loader)
         kept = {"place": place, "plan": self.plan, "groups": groups, "has_ended": self.has_ended}
         return {"args": {}, "attributes": kept}
-
-    def _place(self) -> dict[str, Any]:
-        """Return the loader's position, or why there is none: the checkpoint may never be restored."""
-        try:
-            place = loader_state(self.loader)
-            if json.loads(json.dumps(place)) != place:
-                return no_state("A sampler's state_dict() has keys that are no strings, or tuples: JSON changes them.")
-        except (DDPPatchError, TypeError, ValueError) as error:
-            return no_state(f"{type(error).__name__}: {message_of(error)}")
-        return place

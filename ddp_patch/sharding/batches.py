@@ -228,6 +228,17 @@ class CountedIterator(AroundIterator):
         if self._begins_ahead:
             self._find_pass()
 
+    def __next__(self) -> Any:
+        if self._has_pass:
+            return super().__next__()
+        with self._passes.counting(self._reaches_loop):
+            return super().__next__()
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Begin the next pass with the same workers, as torch asks for where these are persistent."""
+        with self._passes.counting(self._reaches_loop):
+            super()._reset(loader, first_iter)
+
     def count(self, given: Any) -> Any:
         """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
         if not self._has_pass:
@@ -401,7 +412,8 @@ class RepeatedPasses(Iterator[Any]):
             # Workers know nothing of a state that was restored in the main process.
             self._plain = self._make_plain()
         self._running, self._length = None, length_of(self._plain, ())
-        plain = DataLoader.__iter__(self._plain)
+        with self._passes.counting():
+            plain = DataLoader.__iter__(self._plain)
         self._running = CountedIterator(plain, self._passes, begins_ahead=self._plain.num_workers > 0)
 
     def _make_plain(self) -> DataLoader[Any]:

@@ -176,7 +176,8 @@ class SamplerPasses(Passes[T]):
         # Under a leader one rank draws for all, and nothing is compared but how each balances that.
         may_differ = self.agreed.options.order != "leader" or self._balancer is not None
         digest = Digest() if self.monitor.is_on and may_differ else None
-        source = self._chosen_source(start, digest)
+        with self.beginning(start):
+            source = self._chosen_source(start, digest)
         current = Pass(
             start,
             self,

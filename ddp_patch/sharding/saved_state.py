@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.random_states import Seed, is_stateful, look, random_generators, set_generator_state
 from ddp_patch.positions_and_padding import Batching, Consumed
+from ddp_patch.sharding.state_text import as_text, from_text
 from ddp_patch.validation import shown
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = [
     "States",
     "StreamSnapshot",
     "StreamStart",
+    "begin_next_epoch",
     "epoch_after",
     "no_state",
     "position_in",
@@ -102,7 +104,7 @@ class NotedBatch(NamedTuple):
     Attributes:
         worker_index: Which worker it is.
         batches: How many batches its stream had with this one.
-        state: The dataset's own state, pickled.
+        state: The dataset's own state, as text.
         batch: The batch; None in what is kept of it.
     """
 
@@ -217,15 +219,15 @@ def _parts(value: Any) -> Sequence[Consumed]:
     return tuple(parts)
 
 
-def _attributes(value: Any) -> Sequence[Mapping[str, Any]]:
-    return [{str(name): kept for name, kept in changed} for changed in _sequence(value)]
+def _text_of_mapping(value: Any) -> Mapping[str, Any]:
+    return _mapping(from_text(value))
 
 
 # How the fields of a state are read; TypeError or ValueError says that one has no such value.
 _STATES: Mapping[str, Callable[[Any], Any]] = {
     "generators": _sequence,
     "samplers": _sequence,
-    "attributes": _attributes,
+    "attributes": lambda value: [*map(_mapping, _sequence(value))],
     "streams": lambda value: tuple(map(StreamSnapshot.of, _sequence(value))),
 }
 _POSITION: Mapping[str, Callable[[Any], Any]] = {
@@ -233,7 +235,7 @@ _POSITION: Mapping[str, Callable[[Any], Any]] = {
     "seed": _number,
     "parts": _parts,
     "turn": lambda value: None if value is None else _count(value),
-    "states": _mapping,
+    "states": _text_of_mapping,
 }
 
 
@@ -250,21 +252,43 @@ def _read(plain: Mapping[str, Any], fields: Mapping[str, Callable[[Any], Any]]) 
     return found
 
 
-# Version 1 had other fields.
-_VERSION = 2
+# Version 1 had other fields; of version 2, formats that look into dicts lost some.
+_VERSION = 3
 
-# The only field of a placeholder: why there is no state.
+# Why there is no state; empty in a state.
 _CANNOT_RESUME = "cannot_resume"
 
 
 def no_state(why: str) -> dict[str, Any]:
-    """Return a placeholder for a state that is not known: the checkpoint can be saved, but not restored."""
-    return {_CANNOT_RESUME: why}
+    """Return a placeholder for a state that is not known: the checkpoint can be saved, but not restored.
+
+    It has all fields, because ``torch.distributed.checkpoint`` loads those alone that the loader's state has now.
+    """
+    return _fields("{}", Position(0), 0, "{}", why)
+
+
+def _fields(loader: str, position: Position, seed: int, states: str, why: str = "") -> dict[str, Any]:
+    """Return a state: numbers, texts, and lists of numbers, which every format gives back as they are."""
+    return {
+        "version": _VERSION,
+        "loader": loader,
+        "epoch": position.epoch,
+        "seed": seed,
+        "parts": [[list(pair) for pair in consumed] for consumed in position.parts],
+        "turn": position.turn,
+        "states": states,
+        _CANNOT_RESUME: why,
+    }
 
 
 def epoch_after(state: Mapping[str, Any]) -> int:
     """Return the epoch of the first batch after a state: the next one, if nothing is left of the state's own."""
     return int(state["epoch"]) + (state["turn"] is None)
+
+
+def begin_next_epoch(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the next epoch's beginning, if nothing is left of a state's own; else that state."""
+    return state if state["turn"] is not None else {**state, "epoch": epoch_after(state), "turn": 0}
 
 
 def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
@@ -386,21 +410,21 @@ def _state_at(passes: "Passes[Any]", position: Position) -> dict[str, Any]:
     states = position.states
     if states.unknown:
         raise StateError(f"The loader's state cannot be saved: {states.unknown}.")
-    return {
-        "version": _VERSION,
-        "loader": dict(passes.facts(passes.latest)),
-        "epoch": position.epoch,
-        "seed": passes.agreed.seed.value,
-        "parts": [[list(pair) for pair in consumed] for consumed in position.parts],
-        "turn": position.turn,
-        "states": {
-            "generators": list(states.generators),
-            "samplers": list(states.samplers),
-            # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
-            "attributes": [[list(pair) for pair in changed.items()] for changed in states.attributes],
-            "streams": [stream.plain() for stream in states.streams],
-        },
+    held = {
+        "generators": list(states.generators),
+        "samplers": list(states.samplers),
+        "attributes": [dict(changed) for changed in states.attributes],
+        "streams": [stream.plain() for stream in states.streams],
     }
+    try:
+        text = as_text(held)
+    except (TypeError, RecursionError) as error:
+        raise StateError(
+            f"The loader's state cannot be saved: the state_dict() of a sampler in it has {error}. Let that method "
+            "return numbers, strings, bytes, tensors and arrays, in lists, tuples, sets and dicts."
+        ) from error
+    facts = as_text(dict(passes.facts(passes.latest)))
+    return _fields(facts, position, passes.agreed.seed.value, text)
 
 
 def position_in(passes: "Passes[Any]", state: Any) -> Position:
@@ -411,7 +435,7 @@ def position_in(passes: "Passes[Any]", state: Any) -> Position:
     """
     if not isinstance(state, Mapping):
         raise _damaged(f"it is {shown(state)}, a {type(state).__name__} and not a dict")
-    if _CANNOT_RESUME in state:
+    if state.get(_CANNOT_RESUME):
         raise StateError(
             "The state has no position, because it was not known when the state was taken: "
             f"{_told(state[_CANNOT_RESUME])} Resume from a state that was taken between two epochs, or restore none."
@@ -421,7 +445,7 @@ def position_in(passes: "Passes[Any]", state: Any) -> Position:
             f"The state has version {shown(state['version'])}, and this version of ddp_patch reads version {_VERSION} "
             "alone. Restore it with the version of ddp_patch that wrote it."
         )
-    found = _read(state, {"version": _count, "loader": _mapping, **_POSITION})
+    found = _read(state, {"version": _count, "loader": _text_of_mapping, **_POSITION})
     _require_same(found["loader"], found["seed"], passes.facts(None), passes.agreed.seed)
     states = States(**_read(found["states"], _STATES))
     position = Position(**{name: found[name] for name in _POSITION} | {"states": states})

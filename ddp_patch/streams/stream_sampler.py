@@ -1,7 +1,6 @@
 """The sampler of a sharded stream, its passes, and what workers found of the items in each."""
 
 import logging
-import pickle
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from ddp_patch.sharding.saved_state import (
     StreamStart,
     split_consumed,
 )
+from ddp_patch.sharding.state_text import from_text
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only, tell_epoch
 from ddp_patch.streams.reports import BEGUN, COUNTS, ENDED, PARTS, STREAM
 from ddp_patch.validation import counted
@@ -284,7 +284,7 @@ class StreamPasses(Passes[None]):
         if self._are_kept and latest >= 0:  # these go on from where they ended
             before = worker.shared.states(latest, ENDED)
         elif (self._are_kept or not self._workers) and (written := worker.unread()) is not None:
-            before = [(pickle.loads(written),)]  # noqa: S301 - written here
+            before = [(from_text(written.decode()),)]
         streams = [StreamSnapshot(initial_state=state) for state in before]
         return replace(super().snapshot(), streams=streams if any(before) else ())
 
@@ -512,7 +512,7 @@ class StreamSource(ItemSource[None]):
         first = self._start_seen(worker, sum(ranks * each for ranks, each in consumed)) or previous.first
         states = [note.state for note in self._notes[worker] if note.batches == batches]
         initial_state = self._worker.shared.states(self._number, BEGUN)[worker] or previous.initial_state
-        return StreamSnapshot(first, tuple(map(pickle.loads, states)), initial_state)
+        return StreamSnapshot(first, tuple(from_text(state.decode()) for state in states), initial_state)
 
     def _start_seen(self, worker: int, read: int) -> StreamStart | None:
         """Return what the first items of a worker's stream are, of so many that were read; None if nobody looked."""
