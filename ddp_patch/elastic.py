@@ -31,6 +31,8 @@ from ddp_patch.orders.random_states import look, random_generators, seeded_anew,
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.resume import loader_state, restore_loader
+from ddp_patch.sharding.saved_state import epoch_after
+from ddp_patch.sharding.state_text import from_text
 
 __all__ = ["ElasticLoader"]
 
@@ -133,6 +135,10 @@ class ElasticLoader(Generic[T]):
         """Return the position before a step, as ``loader_state`` does: that of the last batch, or the next one."""
         return self._after if self._step is not None and step == self._step + 1 else self._state
 
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a step; see ``state``. After an epoch's last step comes one of the next epoch."""
+        return epoch_after(self.state(step))
+
     def load(self, state: dict[str, Any], step: int, rank: int, num_replicas: int) -> None:
         """Take another replica's position before a step, in which this one may have been given a batch already.
 
@@ -157,7 +163,7 @@ class ElasticLoader(Generic[T]):
             step: The step.
         """
         state = self.state(step)
-        states = {name: kept for name, kept in state["states"].items() if name != "streams"}
+        states = {name: kept for name, kept in from_text(state["states"]).items() if name != "streams"}
         place = [state[name] for name in ("epoch", "seed", "parts", "turn")]
         return number_of([self._loader_number, state["loader"]]), number_of([place, states])
 

@@ -28,6 +28,7 @@ with the command that shows that section.
     UserWarning
     └── DDPPatchWarning                  every warning of this package
         ├── AssumedShardedWarning        a map-style dataset with a rank in it counts as sharded
+        ├── CannotResumeWarning          a checkpoint is saved without a loader's position
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
         ├── StreamLengthWarning          a len() is wrong: a sampler's, or a loader's after the patch
         ├── StreamOrderWarning           the ranks cannot compare in which order they read
@@ -44,6 +45,7 @@ __all__ = [
     "AlreadyPatchedError",
     "AssumedShardedWarning",
     "AuditError",
+    "CannotResumeWarning",
     "DDPPatchError",
     "DDPPatchWarning",
     "ExhaustedSamplerError",
@@ -221,6 +223,10 @@ class DDPPatchWarning(_HasSection, UserWarning):
 
 class AssumedShardedWarning(DDPPatchWarning):
     """A map-style dataset counts as sharded only because it stores a rank and a number of ranks."""
+
+
+class CannotResumeWarning(DDPPatchWarning):
+    """A checkpoint is saved from which a loader cannot resume, because its position is not known."""
 
 
 class StreamLengthWarning(DDPPatchWarning):

@@ -3,12 +3,13 @@
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from unittest.mock import patch
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ddp_patch.compat.private_packages import held_loaders
+from ddp_patch.compat.private_packages import held_loaders, lightning_trainer_that_saves, saves_positions
 from ddp_patch.compat.private_torch import (
     LOADED_STATE,
     MAKE_ITERATOR,
@@ -19,14 +20,7 @@ from ddp_patch.compat.private_torch import (
     has_own_iterators,
     is_torchdatas,
 )
-from ddp_patch.errors import (
-    DDPPatchError,
-    NotALoaderError,
-    NotPatchedError,
-    StateError,
-    UnsupportedLoaderError,
-    message_of,
-)
+from ddp_patch.errors import NotALoaderError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import COPY, METHODS, copies_plainly, state_for_copies
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.overlap import NotedIndices
@@ -34,10 +28,10 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.ranks.log import State
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.batches import CountedIterator, RepeatedPasses, WatchedIterator, by_value
+from ddp_patch.sharding.batches import CountedIterator, EmptyIterator, RepeatedPasses, WatchedIterator, by_value
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.saved_state import no_state
+from ddp_patch.sharding.saved_state import begin_next_epoch
 from ddp_patch.walks import is_empty, nested, place_of
 
 __all__ = ["OwnMethods", "PatchedLoader", "assert_loaders_patched", "check_loaders_is_patched"]
@@ -141,7 +135,8 @@ class OwnMethods:
         self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
         # A loader with one iterator for all epochs takes them by itself.
         makes_own = repeated is not None or has_own_iterators(self._kind)
-        self._takes_notes = is_torchs and not makes_own and isinstance(loader.dataset, IterableDataset)
+        self._is_torchs = is_torchs and not makes_own
+        self._takes_notes = self._is_torchs and isinstance(loader.dataset, IterableDataset)
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
         has_states = self._kind is kind and any(hasattr(loader, name) for name in _STATEFUL)
         self._is_resumable = self._counts and in_order and not has_states
@@ -180,7 +175,10 @@ class OwnMethods:
         with nullcontext() if passes is None else passes.iterator_context(loader):
             if self._repeated is not None:
                 return self._repeated.begin_anew(loader)
-            with self._collating(loader), self._noting(loader) as noted:
+            if passes is not None and self._is_torchs and passes.begins_at_end:
+                return EmptyIterator(loader, passes, reaches_loop=self._counts)
+            counting = nullcontext() if passes is None else passes.counting(self._counts)
+            with counting, self._collating(loader), self._noting(loader) as noted:
                 # The class's method, because the loader's own attribute of that name is this one.
                 iterator = getattr(self._kind, MAKE_ITERATOR)(loader)
         is_torchs = isinstance(iterator, RunningLoader)
@@ -217,14 +215,14 @@ class OwnMethods:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, or why it is not known: the checkpoint may never be restored."""
-        from ddp_patch.resume import state_on_this_rank  # most trainings do not need it
+        from ddp_patch.resume import state_on_this_rank, state_or_reason  # most trainings do not need them
 
         loader = self.loader()
-        try:
-            self._require_none_ahead(loader)
-            return state_on_this_rank(loader)
-        except DDPPatchError as error:
-            return no_state(message_of(error))
+        if (trainer := lightning_trainer_that_saves()) is None:
+            return state_or_reason(loader, partial(state_on_this_rank, loader))
+        # By itself Lightning begins the next epoch where one has ended. With the callback, it saves other states.
+        take = partial(self._state_for_lightning, loader)
+        return state_or_reason(loader, take, warns=not any(map(saves_positions, trainer.callbacks)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass resume where a state was taken.
@@ -238,18 +236,21 @@ class OwnMethods:
 
         resume_loader(self.loader(), state_dict, counts_rest=False)
 
-    def _require_none_ahead(self, loader: DataLoader[Any]) -> None:
-        """Refuse a mid-epoch state if there is no len(): frameworks fetch a batch ahead to find the end."""
-        passes = self._passes
-        current = None if passes is None else passes.current
-        if passes is None or current is None or self._kind is not type(loader):  # torchdata's counts what it has given
-            return
-        if current.batches_delivered and current.state is not State.ENDED and passes.items_left(current.start) is None:
+    def _state_for_lightning(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """Return the loader's state; refuse one within an epoch if there is no len(): Lightning is a batch ahead."""
+        from ddp_patch.resume import state_on_this_rank  # as above
+
+        passes: Any = self._passes
+        current: Any = None if passes is None else passes.current
+        counts_here = current is not None and self._kind is type(loader)  # torchdata's counted what it has given
+        is_within = counts_here and current.batches_delivered and current.state is not State.ENDED
+        if is_within and passes.items_left(current.start) is None:
             raise StateError(
-                f"The {type(loader).__name__} has no len(), so the framework that asks for its state may have fetched "
-                "a batch ahead of the training loop, to find the end. Give the dataset or sampler a __len__, or save "
-                "loader_state(loader) and pass it to restore_loader()."
+                f"The {type(loader).__name__} has no len(), so Lightning has fetched a batch ahead of the training "
+                "loop, to find the end. Pass callbacks=[PatchDataLoaders()] to the Trainer, of "
+                "ddp_patch.integrations.lightning; or give the dataset or sampler a __len__."
             )
+        return begin_next_epoch(state_on_this_rank(loader))
 
     def copied(self) -> Any:
         """Return what a copy of the loader has for attributes: deep copies then attach methods of their own."""

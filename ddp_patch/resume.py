@@ -1,22 +1,33 @@
 """Save and restore a loader's position: stop anywhere, resume mid-epoch with any number of ranks."""
 
-import json
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.private_torch import forget_iterator
-from ddp_patch.errors import InvalidOptionError, StateError
+from ddp_patch.errors import CannotResumeWarning, DDPPatchError, InvalidOptionError, StateError, message_of
 from ddp_patch.loaders.facts import LoaderFacts
+from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.orders.digest import fingerprint
+from ddp_patch.positions_and_padding import Batching
 from ddp_patch.ranks.agreement import failures_broadcast
 from ddp_patch.sharding.batches import batches_delivered, passes_of, patched_facts, patched_sampler
-from ddp_patch.sharding.saved_state import Position, position_in, state_after
+from ddp_patch.sharding.sampler import EpochSampler
+from ddp_patch.sharding.saved_state import Position, no_state, position_in, state_after
 from ddp_patch.streams.dataset import ShardedIterable
-from ddp_patch.validation import as_index
+from ddp_patch.validation import as_index, counted
 
-__all__ = ["batches_as_here", "loader_state", "restore_loader", "resume_loader", "state_on_this_rank"]
+__all__ = [
+    "batches_as_here",
+    "loader_state",
+    "restore_loader",
+    "resume_loader",
+    "state_on_this_rank",
+    "state_or_reason",
+]
 
 _RESTORING = "Restoring a loader's state"
 
@@ -25,17 +36,18 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
     """Save a patched loader's position in its epoch: return it as a small plain dict.
 
     The state is the same on every rank, so save that of any one. The ranks do not communicate. Save it with the model,
-    by ``torch.save`` or ``pickle``; ``json`` works unless a sampler has a ``state_dict`` of its own.
+    in any format: it has numbers, texts and lists of numbers.
 
     Args:
         loader: A loader from ``patch_dataloader_to_ddp``.
         batches_done: How many batches the training loop has finished in this epoch, as ``enumerate(loader)`` counts
             them. Default: those that the loader has given to the loop, without those that workers have prefetched. Pass
-            it if something between the loader and the loop fetches ahead. After the last batch, the state is the
-            beginning of the next epoch.
+            it if something between the loader and the loop fetches ahead.
 
     Returns:
-        The state. ``state["epoch"]`` is the epoch in which training resumes.
+        The state. ``state["epoch"]`` is the epoch in which training resumes. After the last batch it is still that of
+        this batch, with nothing left: the first pass after a restore gives no batch, and the loop goes on with what
+        follows an epoch, such as validation.
 
     Raises:
         NotPatchedError: The loader was not patched.
@@ -84,20 +96,48 @@ def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, 
     return state_after(passes_of(facts), batches_delivered(facts) - ahead, facts.batching, on_this_rank=True)
 
 
-def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int:
+def state_or_reason(
+    loader: DataLoader[Any], take: Callable[[], dict[str, Any]], *, warns: bool = True
+) -> dict[str, Any]:
+    """Return a state for a checkpoint that may never be restored, or a placeholder with the reason why there is none.
+
+    Args:
+        loader: The patched loader.
+        take: Takes the state.
+        warns: Whether the placeholder is what is saved.
+
+    Warns:
+        CannotResumeWarning: There is none; once for each loader.
+    """
+    try:
+        return take()
+    except DDPPatchError as error:
+        why, sampler = message_of(error), sharded_by(loader)
+        if warns and isinstance(sampler, EpochSampler) and sampler.rank_passes.may_warn_of_no_state():
+            warnings.warn(
+                f"A checkpoint is saved from which the {type(loader).__name__} cannot resume: {why}",
+                CannotResumeWarning,
+                stacklevel=3,
+            )
+        return no_state(why)
+
+
+def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int | None:
     """Return how far a state is, in batches that the ranks of now would have made of the whole epoch.
 
-    The loader stays as it is.
+    It is None if that is all of an epoch without length. The loader stays as it is.
 
     Raises:
         StateError: The state is not of this loader.
     """
     facts = patched_facts("restore_loader", loader)
     passes, batching = passes_of(facts), facts.batching
-    position = position_in(passes, state).or_next_epoch()
+    position = position_in(passes, state)
     left, whole = (passes.items_left(place) for place in (position, Position(position.epoch)))
     if left is not None and whole is not None:
         return batching.count(whole) - batching.count(left)
+    if position.is_ended:
+        return None
     items = sum(ranks * taken for ranks, taken in position.consumed)
     return items // passes.agreed.world.num_replicas // batching.size
 
@@ -152,7 +192,7 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
     """Restore a loader; ``counts_rest=False`` keeps ``len()`` of a whole epoch, for loops that count from its start."""
     passes = patched_sampler("restore_loader", loader).rank_passes
     with failures_broadcast(passes.agreed.world, _RESTORING):
-        position = position_in(passes, state).or_next_epoch()
+        position = position_in(passes, state)
         left = passes.items_left(position) if passes.has_one_iterator and position.is_within_pass else None
         if left is not None and patched_facts("restore_loader", loader).batching.count(left) < 1:
             raise StateError(
@@ -167,13 +207,25 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
         {
             "seed": position.seed,
             "epoch to resume in": position.epoch,
-            "parts": json.dumps(position.parts),
-            "turn": position.turn,
+            "position in it": _in_words(position, passes.batching),
+            "worker whose batch is next": position.turn,
             "samplers": states,
         },
     )
     passes.resume_at(position, counts_rest=counts_rest)
     forget_iterator(loader)
+
+
+def _in_words(position: Position, batching: Batching) -> str:
+    """Return what was taken of an epoch, as ``step 3: 12 items by each of 2 ranks``: another text if it is other."""
+    if position.is_ended:
+        return "its end"
+    told = []
+    for taken in zip(*position.parts, strict=False):  # by the same number of ranks of each part
+        step = sum(-(-each // batching.size) for _, each in taken)
+        items = " + ".join(str(each) for _, each in taken)
+        told.append(f"step {step}: {items} items by each of {counted(taken[0][0], 'rank')}")
+    return ", then ".join(told) or "its beginning"
 
 
 def _compared(position: Position) -> str:

@@ -1,5 +1,6 @@
 """What other packages' datasets, samplers, arrays and worlds look like, told by their classes' full names."""
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +28,7 @@ __all__ = [
     "SAMPLE_KEY",
     "TAKE_LOADERS",
     "TRAINER_BEGINS",
+    "TRAINER_RESTORES_RNG",
     "TRAINER_RUNS_EPOCH",
     "TRAINER_SHARES_ITSELF",
     "TRAINER_SKIPS",
@@ -37,6 +39,7 @@ __all__ = [
     "accelerate_is_on",
     "arranges_neighbours",
     "asks_for_its_own_dataset",
+    "finish_lightning_epoch",
     "forget_loaded_state",
     "full_name",
     "gather_in_accelerate",
@@ -51,10 +54,12 @@ __all__ = [
     "lightning_fetcher",
     "lightning_place",
     "lightning_restarts_exactly",
+    "lightning_trainer_that_saves",
     "loses_items_when_loaded",
     "may_hold_a_normal",
     "repeats_over_ranks",
     "rows_at",
+    "saves_positions",
     "shards_in_accelerate",
     "splits_by_node",
     "webdataset_world",
@@ -255,9 +260,55 @@ def keep_lightning_states(checkpoint: Mapping[str, Any], states: Sequence[Any]) 
     checkpoint["loops"]["fit_loop"]["state_dict"][_LIGHTNING_STATES] = list(states)
 
 
+def saves_positions(callback: object) -> bool:
+    """Return whether a Trainer's callback is this package's, which saves the positions of loaders itself."""
+    return getattr(callback, "saves_positions_of_loaders", False)
+
+
+def lightning_trainer_that_saves() -> Any:
+    """Return the Trainer of Lightning's whose loops ask for the state of a loader now; None if none does."""
+    frame = inspect.currentframe()
+    for _ in range(8):
+        if frame is None:
+            return None
+        own = frame.f_locals.get("self")
+        is_saving = frame.f_code.co_name == "on_save_checkpoint"
+        if is_saving and type(own).__name__ == "_FitLoop" and type(own).__module__.endswith("loops.fit_loop"):
+            return own.trainer
+        frame = frame.f_back
+    return None
+
+
 def lightning_restarts_exactly(trainer: Any) -> bool:
     """Return whether a Trainer counts all batches that were done before a checkpoint; 2.4 counts one too few."""
     return hasattr(trainer.fit_loop, "restarted_mid_epoch")
+
+
+def finish_lightning_epoch(trainer: Any, fetcher: Any, *, has_validated: bool) -> None:
+    """Let a Trainer that restarts after the last batch of an epoch do what follows it, before the next epoch.
+
+    By itself it goes to the next epoch if its checkpoint was taken before it validated.
+
+    Args:
+        trainer: It has read the checkpoint, and set up its loops.
+        fetcher: Its training batches.
+        has_validated: Whether it had validated when the checkpoint was taken.
+    """
+    fitting, loop, validating = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop
+    epochs, batches = fitting.epoch_progress, loop.batch_progress
+    if epochs.total.processed == epochs.total.started:  # it counted the epoch as done when it restarted
+        for each in (epochs.current, epochs.total):
+            each.processed, each.completed = each.processed - 1, each.completed - 1
+    for each in (batches.current, batches.total):
+        each.ready = each.started = each.completed = each.processed
+    loop.update_restart_stage()  # also that of validation
+    fitting._restarting = False  # the loops within it restart; it ends the epoch as ever
+    if not loop._should_check_val_fx(fetcher):
+        fetcher.batches, fetcher.done = [], True  # so that no step is made
+        loop._batches_that_stepped += 1
+    elif not (has_validated or validating.restarted_mid_evaluation):
+        validating.restarting = False
+        validating._restart_stage = sys.modules[type(validating).__module__].RestartStage.RESTARTED_MID_EVALUATION
 
 
 def lightning_fetcher(trainer: Any) -> Any:
@@ -322,6 +373,9 @@ TRAINER_SKIPS: Final = "transformers.trainer.skip_first_batches"
 # its number of batches by the keyword steps_in_epoch. Seen in 5.22.2 to 5.24.0; there is no public way to say either.
 TRAINER_BEGINS: Final = "_init_training_state"
 TRAINER_RUNS_EPOCH: Final = "_run_epoch"
+
+# What restores random states from a checkpoint, of which it is given the folder.
+TRAINER_RESTORES_RNG: Final = "_load_rng_state"
 
 # The file of a checkpoint that has its TrainerState.
 TRAINER_STATE: Final = "trainer_state.json"

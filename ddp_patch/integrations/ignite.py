@@ -2,19 +2,20 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, TypeVar, Unpack
+from functools import partial
+from typing import Any, TypeVar, Unpack, cast
 
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, StateError, message_of
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, StateError
 from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
-from ddp_patch.resume import batches_as_here, loader_state, resume_loader
+from ddp_patch.resume import batches_as_here, loader_state, resume_loader, state_or_reason
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.saved_state import no_state
+from ddp_patch.sharding.saved_state import epoch_after
 
 __all__ = ["attach_loader"]
 
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 _KEY = "ddp_patch_loader"
 _PLAN = "ddp_patch_plan"
+_ENDED = "ddp_patch_epoch_has_ended"
 _INSTEAD = (
     "Give the engine {'epoch': epoch, 'max_epochs': max_epochs, 'epoch_length': len(loader)} before attach_loader to "
     "begin with an epoch's first batch instead; then, where there are several ranks, call loader.sampler.set_epoch."
@@ -33,7 +35,8 @@ def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOpt
 
     The engine's ``state_dict`` then also saves the loader's position, and its ``load_state_dict`` restores it, on any
     number of ranks; in one process pass ``rank=0, num_replicas=1``. After that, call ``engine.run(loader)`` without
-    ``max_epochs`` and ``epoch_length``: the state has them. No handler has to call ``set_epoch``.
+    ``max_epochs`` and ``epoch_length``: the state has them. No handler has to call ``set_epoch``. After a state that
+    was taken between an epoch's last step and its ``Events.EPOCH_COMPLETED``, the engine fires that event first.
 
     Args:
         engine: The engine that trains. Its state must not be loaded yet.
@@ -55,7 +58,7 @@ def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOpt
         >>> loader = attach_loader(trainer, DataLoader(range(10), batch_size=4), rank=1, num_replicas=2)
         >>> state = trainer.run(loader, max_epochs=1)
         >>> seen, trainer.state_dict()["ddp_patch_loader"]["epoch"]
-        ([[1, 3, 5, 7], [9]], 1)
+        ([[1, 3, 5, 7], [9]], 0)
     """
     if not {"state_dict", "load_state_dict"}.isdisjoint(vars(engine)):
         raise InvalidOptionError(
@@ -71,6 +74,8 @@ def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOpt
         )
     place = _SavedPosition(engine, patched)
     engine.state_dict, engine.load_state_dict = place.state_dict, place.load_state_dict
+    engine.add_event_handler(Events.EPOCH_STARTED, place.note_epoch, has_ended=False)
+    engine.add_event_handler(Events.EPOCH_COMPLETED, place.note_epoch, has_ended=True)
     return patched
 
 
@@ -84,6 +89,11 @@ class _SavedPosition:
 
     def __init__(self, engine: Engine, loader: DataLoader[Any]) -> None:
         self._of_engine, self._loader = (engine.state_dict, engine.load_state_dict), loader
+        self._engine, self._has_ended = engine, False
+
+    def note_epoch(self, *, has_ended: bool) -> None:
+        """Record whether the engine has fired the event of an epoch's end."""
+        self._has_ended = has_ended
 
     def _plan(self) -> dict[str, Any]:
         """Return how many batches an epoch has, or what this number depends on."""
@@ -98,11 +108,9 @@ class _SavedPosition:
         """Return the engine's state with the loader's, or with the reason why there is none: it may never be loaded."""
         place = None
         if isinstance(self._loader.sampler, EpochSampler):
-            try:
-                place = loader_state(self._loader)
-            except DDPPatchError as error:
-                place = no_state(message_of(error))
-        return OrderedDict([*self._of_engine[0]().items(), (_KEY, place), (_PLAN, self._plan())])
+            place = state_or_reason(self._loader, partial(loader_state, self._loader))
+        own = ((_KEY, place), (_PLAN, self._plan()), (_ENDED, self._has_ended))
+        return OrderedDict([*self._of_engine[0]().items(), *own])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load both."""
@@ -113,7 +121,7 @@ class _SavedPosition:
                 f"attach_loader, or by one process. {_INSTEAD}"
             )
         kept, here = state_dict.get(_PLAN, self._plan()), self._plan()
-        of_engine = {name: value for name, value in state_dict.items() if name not in (_KEY, _PLAN)}
+        of_engine = {name: value for name, value in state_dict.items() if name not in (_KEY, _PLAN, _ENDED)}
         # An epoch_length of the user's own, which is not the loader's, stays what it is on any number of ranks.
         is_own = kept.get("batches", state_dict["epoch_length"]) != state_dict["epoch_length"]
         can_count = is_shared and "batches" in kept and "batches" in here and "max_iters" not in state_dict
@@ -125,12 +133,33 @@ class _SavedPosition:
                 f"ranks and the batch size of before. {_INSTEAD}"
             )
         if is_shared:
-            done = batches_as_here(self._loader, state_dict[_KEY])
-            resume_loader(self._loader, state_dict[_KEY], counts_rest=False)
+            place = state_dict[_KEY]
+            done = batches_as_here(self._loader, place)
+            resume_loader(self._loader, place, counts_rest=False)
+            if (upcoming := epoch_after(place)) > place["epoch"]:  # an engine goes on with a batch
+                cast(Any, self._loader).set_epoch(upcoming)
+                done = 0
             if can_count and not is_own:
                 epoch = state_dict["iteration"] // kept["batches"]
-                of_engine |= {"iteration": epoch * here["batches"] + done, "epoch_length": here["batches"]}
+                of_engine |= {"iteration": epoch * here["batches"] + (done or 0), "epoch_length": here["batches"]}
         self._of_engine[1](of_engine)
+        length = self._engine.state.epoch_length
+        is_over = self._engine.state.iteration > 0 and length and self._engine.state.iteration % length == 0
+        if is_over and not state_dict.get(_ENDED, True):
+            self._end_epoch_first()
+
+    def _end_epoch_first(self) -> None:
+        """Have the engine fire the event of an epoch's end when it starts, as it would have after its last step."""
+        state = self._engine.state
+        loaded = {"iteration": state.iteration, "epoch": state.epoch}
+
+        def end_epoch(engine: Any) -> None:
+            started.remove()
+            if engine.state.iteration != loaded["iteration"]:  # it began anew, because all epochs are done
+                vars(engine.state).update(loaded, max_epochs=loaded["epoch"])
+            engine.fire_event(Events.EPOCH_COMPLETED)
+
+        started = self._engine.add_event_handler(Events.STARTED, end_epoch)
 
 
 def _in_words(plan: Mapping[str, Any]) -> str:

@@ -13,25 +13,18 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat.private_packages import (
     LIGHTNING_TAKES_LOADERS,
+    finish_lightning_epoch,
     keep_lightning_states,
     lightning_fetcher,
     lightning_place,
     lightning_restarts_exactly,
 )
-from ddp_patch.errors import (
-    DDPPatchError,
-    InvalidOptionError,
-    NotDistributedWarning,
-    StateError,
-    UnsupportedLoaderError,
-    message_of,
-)
+from ddp_patch.errors import InvalidOptionError, NotDistributedWarning, StateError, UnsupportedLoaderError
 from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
-from ddp_patch.resume import batches_as_here, state_on_this_rank
-from ddp_patch.sharding.saved_state import no_state
+from ddp_patch.resume import batches_as_here, state_on_this_rank, state_or_reason
 from ddp_patch.validation import counted
 from ddp_patch.wrappers import alone, with_mesh
 
@@ -89,6 +82,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         (8, 16)
     """
 
+    saves_positions_of_loaders: bool = True
+
     def __init__(self, **options: Unpack[PatchOptions]) -> None:
         super().__init__()
         self._options = options
@@ -137,33 +132,32 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         loaders = [] if fetcher is None else fetcher.combined_loader.flattened
         # Of several loaders, Lightning's mode decides which one ends the epoch: they resume on as many ranks only.
         has_place = len(loaders) == len(resumed.states) == 1 and _is_ours(loaders[0])
-        if has_place and lightning_restarts_exactly(trainer):
-            self._count(trainer, fetcher, loaders[0], resumed.states[0])
+        fitting, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+        has_validated = progress.is_last_batch and progress.current.completed == progress.current.ready
+        exactly = lightning_restarts_exactly(trainer)
+        if has_place and exactly:
+            self._count(trainer, loaders[0], resumed.states[0])
         else:
             self._require_same(trainer, resumed)
+        if fetcher is not None and exactly and progress.is_last_batch and fitting.restarted_mid_epoch:
+            finish_lightning_epoch(trainer, fetcher, has_validated=has_validated)
+        elif progress.is_last_batch and any(map(_is_ours, loaders)):  # the next epoch begins
+            for loader in filter(_is_ours, loaders):
+                loader.set_epoch(fitting.epoch_progress.current.processed)
+            iter(fetcher)
 
-    def _count(self, trainer: Any, fetcher: Any, loader: Any, state: Any) -> None:
+    def _count(self, trainer: Any, loader: Any, state: Any) -> None:
         """Set the Trainer's count of the epoch's batches to what it would be if these ranks had made them all."""
-        fitting, planned = trainer.fit_loop, trainer.num_training_batches
-        progress = fitting.epoch_loop.batch_progress
+        planned, progress = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress
         done = batches_as_here(loader, state)
         was_over = progress.is_last_batch and progress.current.ready == progress.current.processed
-        is_over = was_over or done >= planned
-        counted = done if not is_over else 0 if planned == inf else planned
-        shift = counted - progress.current.processed
+        progress.is_last_batch = is_over = was_over or (done is not None and done >= planned)
+        counted = planned if is_over and planned != inf else done
+        shift = 0 if counted is None else counted - progress.current.processed
         for name in ("ready", "started", "processed", "completed"):
             setattr(progress.current, name, getattr(progress.current, name) + shift)
-        progress.is_last_batch = is_over
-        if is_over and not was_over:
-            # Nothing is left on these ranks: go on as from a checkpoint that was taken with the last batch.
-            fitting.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-            for each in (progress.current, progress.total):
-                each.ready = each.started = each.processed
-                each.completed = each.processed - 1
-            fitting.reset()
-        if is_over and done:  # the loader is within the epoch that is over
-            loader.set_epoch(fitting.epoch_progress.current.processed)
-            iter(fetcher)
+        if is_over and not was_over:  # nothing is left on these ranks: as with the epoch's last batch
+            trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _require_same(self, trainer: Any, resumed: _Resumed) -> None:
         """Refuse a mid-epoch checkpoint if a loader's position is not known, or Lightning's count would be wrong."""
@@ -247,7 +241,4 @@ def _stateful(loaders: Sequence[Any]) -> list[Any]:
 
 def _state(loader: DataLoader[Any], ahead: int) -> dict[str, Any]:
     """Return a loader's state without the batches that are ahead of the loop, or why it is not known."""
-    try:
-        return state_on_this_rank(loader, ahead=ahead)
-    except DDPPatchError as error:
-        return no_state(message_of(error))
+    return state_or_reason(loader, partial(state_on_this_rank, loader, ahead=ahead))

@@ -67,7 +67,7 @@ class QuorumLoader(Generic[T]):
     @property
     def epoch(self) -> int:
         """The epoch of the next step."""
-        return int(self.state_dict()["epoch"])
+        return self._loader.epoch(self._manager.current_step())
 
     def next_batch(self) -> tuple[T, torch.Tensor]:
         """Return this replica's batch of the step whose quorum was started, and a weight for each of its samples.

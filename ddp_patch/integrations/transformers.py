@@ -1,7 +1,7 @@
 """Let Hugging Face's Trainer train on a patched loader and resume it mid-epoch, by one base class."""
 
-import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -18,17 +18,17 @@ from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from ddp_patch.compat.private_packages import (
     TRAINER_BEGINS,
+    TRAINER_RESTORES_RNG,
     TRAINER_RUNS_EPOCH,
     TRAINER_SHARES_ITSELF,
     TRAINER_SKIPS,
     TRAINER_STATE,
 )
-from ddp_patch.errors import DDPPatchError, StateError, message_of
+from ddp_patch.errors import StateError
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
-from ddp_patch.resume import loader_state, resume_loader
+from ddp_patch.resume import loader_state, resume_loader, state_or_reason
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.saved_state import no_state
 from ddp_patch.validation import counted
 from ddp_patch.wrappers import alone, with_mesh
 
@@ -102,6 +102,8 @@ class PatchedLoadersMixin:
         def epoch_run(*values: Any, **named: Any) -> Any:
             if self._count is not None and named["epoch"] == self._count.begun[0]:
                 named["steps_in_epoch"] = self._count.batches
+                if self._count.begun[1] == self._count.batches:  # the Trainer does so after the first step
+                    getattr(self, TRAINER_RESTORES_RNG)(named["resume_from_checkpoint"])
             return run_epoch(*values, **named)
 
         self._saved, self._count = _saved_in(resume_from_checkpoint, self.args.output_dir), None
@@ -255,17 +257,20 @@ def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count 
             vars(loader).pop("set_epoch", None)
             loader.sampler.rank_passes.counts_rest = False
             return None
-        return _count_of_rest(loader, args, steps)
+        return _count_of_rest(loader, args, steps, has_ended=kept.get("has_ended", False))
     if not has_length(loader) or (part and not kept):
         return None
     return _Count(int(epoch) * steps + round(part * len(loader)) // of_step, (int(epoch), 0), len(loader))
 
 
-def _count_of_rest(loader: Any, args: Any, steps: int) -> _Count:
-    """Return how to count on where a loader was restored whose length is the rest of its epoch."""
+def _count_of_rest(loader: Any, args: Any, steps: int, *, has_ended: bool) -> _Count:
+    """Return how to count on where a loader was restored whose length is the rest of its epoch.
+
+    Where nothing is left of that, the Trainer still does what follows its last step, unless it had done so.
+    """
     sampler, of_step = loader.sampler, args.gradient_accumulation_steps
     epoch, left = sampler.rank_passes.position.epoch, len(loader)
-    if not left:  # "drop" leaves out the rest
+    if has_ended:
         epoch += 1
         sampler.set_epoch(epoch)
         left = len(loader)
@@ -299,6 +304,7 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
     def __init__(self) -> None:
         self.loader: Any = None
         self.plan: list[int | None] = []
+        self.has_ended = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **others: Any) -> None:
         """Record what to save."""
@@ -307,18 +313,17 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
         # A checkpoint of another class has no entry, without which the Trainer would raise when it saves.
         state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {}})
 
+    def on_epoch_begin(self, *args: Any, **others: Any) -> None:
+        """Record that a checkpoint from now on is one within an epoch."""
+        self.has_ended = False
+
+    def on_epoch_end(self, *args: Any, **others: Any) -> None:
+        """Record that the Trainer evaluates, and saves what it saves then."""
+        self.has_ended = True
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        place = None if self.loader is None else self._place()
+        place = None if self.loader is None else state_or_reason(self.loader, partial(loader_state, self.loader))
         groups = None if self.loader is None else _groups_of(self.loader)
-        return {"args": {}, "attributes": {"place": place, "plan": self.plan, "groups": groups}}
-
-    def _place(self) -> dict[str, Any]:
-        """Return the loader's position, or why there is none: the checkpoint may never be restored."""
-        try:
-            place = loader_state(self.loader)
-            if json.loads(json.dumps(place)) != place:
-                return no_state("A sampler's state_dict() has keys that are no strings, or tuples: JSON changes them.")
-        except (DDPPatchError, TypeError, ValueError) as error:
-            return no_state(f"{type(error).__name__}: {message_of(error)}")
-        return place
+        kept = {"place": place, "plan": self.plan, "groups": groups, "has_ended": self.has_ended}
+        return {"args": {}, "attributes": kept}

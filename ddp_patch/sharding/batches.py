@@ -5,11 +5,20 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, Self, cast
+from unittest.mock import patch
 
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.private_torch import RUNNING_ITERATOR, AroundIterator, BatchesOf, has_own_iteration, is_end
+from ddp_patch.compat.private_torch import (
+    MAKE_ITERATOR,
+    RUNNING_ITERATOR,
+    AroundIterator,
+    BatchesOf,
+    forget_iterator,
+    has_own_iteration,
+    is_end,
+)
 from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
@@ -28,6 +37,7 @@ from ddp_patch.walks import SCALARS, elements, plain_tensors
 
 __all__ = [
     "CountedIterator",
+    "EmptyIterator",
     "RepeatedPasses",
     "WatchedIterator",
     "batches_delivered",
@@ -218,6 +228,17 @@ class CountedIterator(AroundIterator):
         if self._begins_ahead:
             self._find_pass()
 
+    def __next__(self) -> Any:
+        if self._has_pass:
+            return super().__next__()
+        with self._passes.counting(self._reaches_loop):
+            return super().__next__()
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Begin the next pass with the same workers, as torch asks for where these are persistent."""
+        with self._passes.counting(self._reaches_loop):
+            super()._reset(loader, first_iter)
+
     def count(self, given: Any) -> Any:
         """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
         if not self._has_pass:
@@ -262,6 +283,27 @@ class CountedIterator(AroundIterator):
         self._has_pass, self._pass = True, self._passes.latest
         if self._pass is not None and self._reaches_loop:
             self._pass.begin_loop()
+
+
+class EmptyIterator(CountedIterator):
+    """Is the iterator of a pass that resumes after the last batch of its epoch: the next pass starts the workers.
+
+    Args:
+        loader: The loader.
+        passes: The passes over it.
+        reaches_loop: As in ``CountedIterator``.
+    """
+
+    def __init__(self, loader: DataLoader[Any], passes: Passes[Any], *, reaches_loop: bool) -> None:
+        self._loader = loader
+        with patch.multiple(loader, num_workers=0, timeout=0):
+            made = getattr(DataLoader, MAKE_ITERATOR)(loader)
+        super().__init__(made, passes, begins_ahead=False, reaches_loop=reaches_loop)
+
+    def stop(self, reason: BaseException) -> None:
+        """Record that the loop sees the end; a loader with persistent workers makes another iterator then."""
+        forget_iterator(self._loader)
+        super().stop(reason)
 
 
 class WatchedIterator(AroundIterator):
@@ -370,7 +412,8 @@ class RepeatedPasses(Iterator[Any]):
             # Workers know nothing of a state that was restored in the main process.
             self._plain = self._make_plain()
         self._running, self._length = None, length_of(self._plain, ())
-        plain = DataLoader.__iter__(self._plain)
+        with self._passes.counting():
+            plain = DataLoader.__iter__(self._plain)
         self._running = CountedIterator(plain, self._passes, begins_ahead=self._plain.num_workers > 0)
 
     def _make_plain(self) -> DataLoader[Any]:

@@ -76,6 +76,9 @@ class Passes(Generic[T]):
         self.counts_rest: bool = True
         self.has_one_iterator: bool = False
         self.keeps_sizes: bool = False
+        self._has_warned = False
+        self._counts_next = False  # whether an iterator that counts batches is about to begin a pass
+        self._beginning: Position | None = None  # where a pass begins, while its sampler is begun
         self._loader_name = wrapper
         self._was_chosen = False  # an epoch, and none has begun since
         # The loader's, if samplers draw from it, too; and whether the loader makes only one iterator with that.
@@ -160,6 +163,11 @@ class Passes(Generic[T]):
                 "loader.set_epoch(N) with the same N on every rank, which leaves out the rest of the epoch."
             )
 
+    def may_warn_of_no_state(self) -> bool:
+        """Return True the first time: whoever saves checkpoints is told once that this loader has no state."""
+        may_warn, self._has_warned = not self._has_warned, True
+        return may_warn
+
     # ---- epochs and passes ----
 
     def choose(self, epoch: int) -> None:
@@ -184,8 +192,32 @@ class Passes(Generic[T]):
     def _note_begun(self, current: Pass[T]) -> None:
         """Record a pass that begins to draw; it takes the position that was loaded."""
         self.epochs.current, self.epochs.upcoming = current.epoch, current.epoch + 1
-        self.epochs.passes += 1
+        self.epochs.passes += not current.start.is_ended  # of one that gives nothing, workers are told nothing
         self.latest, self.position = current, None
+        if self._counts_next:
+            self._counts_next = False
+            current.begin_loop()
+
+    @contextmanager
+    def counting(self, counts: bool = True) -> Iterator[None]:
+        """While entered, a pass that begins is one whose batches are counted, though its iterator has given none yet.
+
+        A signal's handler, or the user's dataset, may ask for the position meanwhile.
+        """
+        self._counts_next = counts
+        try:
+            yield
+        finally:
+            self._counts_next = False
+
+    @contextmanager
+    def beginning(self, start: Position) -> Iterator[None]:
+        """While entered, the position is where the pass begins: a sampler that is begun draws already."""
+        self._beginning = start
+        try:
+            yield
+        finally:
+            self._beginning = None
 
     def note_running(self, current: Pass[T]) -> None:
         """Record that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
@@ -197,8 +229,13 @@ class Passes(Generic[T]):
 
     @property
     def current(self) -> Pass[T] | None:
-        """The latest pass, unless a state was restored since."""
-        return self.latest if self.position is None else None
+        """The latest pass, unless a state was restored since, or another one is about to begin."""
+        return self.latest if self.position is None and self._beginning is None else None
+
+    @property
+    def begins_at_end(self) -> bool:
+        """Whether the next pass resumes after the last batch of its epoch, and gives none."""
+        return self.position is not None and self.position.is_ended
 
     @property
     def batches_into_pass(self) -> int:
@@ -250,8 +287,8 @@ class Passes(Generic[T]):
 
     def position_now(self) -> Position:
         """Return where the next pass would go on, as callers of torch's Stateful protocol count."""
-        if self.position is not None:
-            return self.position
+        if (known := self._beginning or self.position) is not None:
+            return known
         if self.latest is None:
             return Position(self.epochs.upcoming, states=self.snapshot())
         if self.latest.is_ended:
@@ -260,8 +297,7 @@ class Passes(Generic[T]):
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
-        # First, because a sampler may refuse its state. Only a position for load_state_dict has ended: restore_loader
-        # takes the one that follows.
+        # First, because a sampler may refuse its state.
         self.sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
         if position.seed is not None:
             self.agreed.seed.value = position.seed

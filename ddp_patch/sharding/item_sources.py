@@ -15,7 +15,7 @@ from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.log import Marks
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 
-__all__ = ["FromLeader", "Indexed", "ItemSource", "Piece", "Streamed", "in_pieces"]
+__all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Piece", "Streamed", "in_pieces"]
 
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _LOOKED_UP = 64
 
 
 class ItemSource(Generic[T]):
-    """How a pass gets its rank's items. By itself it has none: nothing is left of the epoch.
+    """How a pass gets its rank's items. By itself it has none.
 
     Attributes:
         length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
@@ -114,6 +114,16 @@ class ItemSource(Generic[T]):
 
     def require_one_order(self) -> None:
         """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
+
+
+class Nothing(ItemSource[T]):
+    """Is what a pass reads that resumes after an epoch's last item."""
+
+    length: int | None = 0
+    sizes: Sizes | None
+
+    def __init__(self) -> None:
+        self.sizes = Sizes()  # those of no item are all known
 
 
 class Indexed(ItemSource[T]):

@@ -1,7 +1,6 @@
 """One pass: what the training loop is given of it, and how it ends; of a rank's share its items and positions, too."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from operator import length_hint
@@ -400,4 +399,6 @@ class Pass(WatchedPass, Generic[T]):
 
     def position_at_end(self, states: States) -> Position:
         """Return the position after everything was taken, when the samplers hold ``states``."""
-        return replace(self.position(self.items_taken), states=self.source.states_after or states, turn=None)
+        if self.start.is_ended:
+            return self.start
+        return Position(self.epoch, turn=None, states=self.source.states_after or states)

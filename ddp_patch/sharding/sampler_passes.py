@@ -27,7 +27,7 @@ from ddp_patch.positions_and_padding import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Streamed, in_pieces
+from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed, in_pieces
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_state import Position, States, split_consumed
@@ -176,7 +176,8 @@ class SamplerPasses(Passes[T]):
         # Under a leader one rank draws for all, and nothing is compared but how each balances that.
         may_differ = self.agreed.options.order != "leader" or self._balancer is not None
         digest = Digest() if self.monitor.is_on and may_differ else None
-        source = self._chosen_source(start, digest)
+        with self.beginning(start):
+            source = self._chosen_source(start, digest)
         current = Pass(
             start,
             self,
@@ -207,9 +208,7 @@ class SamplerPasses(Passes[T]):
     def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
         if start.is_ended:
-            nothing = ItemSource[T]()
-            nothing.sizes = Sizes()  # those of no item are all known
-            return nothing
+            return Nothing()
         epoch, seed, keeps_sizes = start.epoch, self.agreed.seed.value, self.keeps_sizes and self.batch_plan is None
         before = [pair for pair in split_consumed(start.consumed, self.plan.num_replicas)[0] if pair[1]]
         taken = sum(ranks * each for ranks, each in before)

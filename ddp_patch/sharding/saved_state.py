@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.random_states import Seed, is_stateful, look, random_generators, set_generator_state
 from ddp_patch.positions_and_padding import Batching, Consumed
+from ddp_patch.sharding.state_text import as_text, from_text
 from ddp_patch.validation import shown
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ __all__ = [
     "States",
     "StreamSnapshot",
     "StreamStart",
+    "begin_next_epoch",
+    "epoch_after",
     "no_state",
     "position_in",
     "split_consumed",
@@ -53,6 +56,13 @@ class StreamStart(NamedTuple):
             is_drawn: Whether that one may have been read already. Then only exactly the same items will do.
         """
         return self.whole == other.whole is not None if is_drawn else self.value in {None, other.value}
+
+
+# More epochs, items or workers than this nobody counts, and memory that workers share could not hold.
+_MOST = 2**63 - 1
+
+# What was taken of an epoch of which nothing is left.
+_EVERYTHING: Consumed = ((1, _MOST),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,7 @@ class NotedBatch(NamedTuple):
     Attributes:
         worker_index: Which worker it is.
         batches: How many batches its stream had with this one.
-        state: The dataset's own state, pickled.
+        state: The dataset's own state, as text.
         batch: The batch; None in what is kept of it.
     """
 
@@ -131,7 +141,7 @@ class Position:
 
     Attributes:
         epoch: Which epoch it is over.
-        parts: What was taken of each part of that epoch.
+        parts: What was taken of each part of that epoch; empty if nothing is left of any.
         turn: Which part gives the next batch; None if nothing is left of any, so that the next pass is empty.
         states: What the samplers held before the epoch, or after it if nothing is left.
         seed: The seed of the epochs' order, in a position that was read; else None.
@@ -146,6 +156,8 @@ class Position:
     @property
     def consumed(self) -> Consumed:
         """What was taken of all parts together. Each was taken by the same numbers of ranks, one after the other."""
+        if self.is_ended:
+            return _EVERYTHING
         return tuple((taken[0][0], sum(each for _, each in taken)) for taken in zip(*self.parts, strict=False))
 
     @property
@@ -155,17 +167,17 @@ class Position:
 
     @property
     def is_within_pass(self) -> bool:
-        """Whether it is within a pass, not where one begins."""
-        return any(self.parts)
+        """Whether it is within a pass or at its end, not where one begins."""
+        return any(self.parts) or self.is_ended
 
     @property
     def is_at_epoch_start(self) -> bool:
         """Whether nothing of the epoch was taken."""
-        return not any(taken for consumed in self.parts for _, taken in consumed)
+        return not self.is_ended and not any(taken for consumed in self.parts for _, taken in consumed)
 
     def or_next_epoch(self) -> "Position":
         """Return where the next epoch begins, if this one has ended; otherwise this position."""
-        return replace(self, epoch=self.epoch + 1, parts=((),), turn=0) if self.is_ended else self
+        return replace(self, epoch=self.epoch + 1, turn=0) if self.is_ended else self
 
 
 def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int]:
@@ -176,10 +188,6 @@ def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int
 
 
 # ---- what fields look like in a state ----
-
-
-# More epochs, items or workers than this nobody counts, and memory that workers share could not hold.
-_MOST = 2**63 - 1
 
 
 def _count(value: Any, most: int = _MOST) -> int:
@@ -211,15 +219,15 @@ def _parts(value: Any) -> Sequence[Consumed]:
     return tuple(parts)
 
 
-def _attributes(value: Any) -> Sequence[Mapping[str, Any]]:
-    return [{str(name): kept for name, kept in changed} for changed in _sequence(value)]
+def _text_of_mapping(value: Any) -> Mapping[str, Any]:
+    return _mapping(from_text(value))
 
 
 # How the fields of a state are read; TypeError or ValueError says that one has no such value.
 _STATES: Mapping[str, Callable[[Any], Any]] = {
     "generators": _sequence,
     "samplers": _sequence,
-    "attributes": _attributes,
+    "attributes": lambda value: [*map(_mapping, _sequence(value))],
     "streams": lambda value: tuple(map(StreamSnapshot.of, _sequence(value))),
 }
 _POSITION: Mapping[str, Callable[[Any], Any]] = {
@@ -227,7 +235,7 @@ _POSITION: Mapping[str, Callable[[Any], Any]] = {
     "seed": _number,
     "parts": _parts,
     "turn": lambda value: None if value is None else _count(value),
-    "states": _mapping,
+    "states": _text_of_mapping,
 }
 
 
@@ -244,16 +252,43 @@ def _read(plain: Mapping[str, Any], fields: Mapping[str, Callable[[Any], Any]]) 
     return found
 
 
-# Version 1 had other fields.
-_VERSION = 2
+# Version 1 had other fields; of version 2, formats that look into dicts lost some.
+_VERSION = 3
 
-# The only field of a placeholder: why there is no state.
+# Why there is no state; empty in a state.
 _CANNOT_RESUME = "cannot_resume"
 
 
 def no_state(why: str) -> dict[str, Any]:
-    """Return a placeholder for a state that is not known: the checkpoint can be saved, but not restored."""
-    return {_CANNOT_RESUME: why}
+    """Return a placeholder for a state that is not known: the checkpoint can be saved, but not restored.
+
+    It has all fields, because ``torch.distributed.checkpoint`` loads those alone that the loader's state has now.
+    """
+    return _fields("{}", Position(0), 0, "{}", why)
+
+
+def _fields(loader: str, position: Position, seed: int, states: str, why: str = "") -> dict[str, Any]:
+    """Return a state: numbers, texts, and lists of numbers, which every format gives back as they are."""
+    return {
+        "version": _VERSION,
+        "loader": loader,
+        "epoch": position.epoch,
+        "seed": seed,
+        "parts": [[list(pair) for pair in consumed] for consumed in position.parts],
+        "turn": position.turn,
+        "states": states,
+        _CANNOT_RESUME: why,
+    }
+
+
+def epoch_after(state: Mapping[str, Any]) -> int:
+    """Return the epoch of the first batch after a state: the next one, if nothing is left of the state's own."""
+    return int(state["epoch"]) + (state["turn"] is None)
+
+
+def begin_next_epoch(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the next epoch's beginning, if nothing is left of a state's own; else that state."""
+    return state if state["turn"] is not None else {**state, "epoch": epoch_after(state), "turn": 0}
 
 
 def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
@@ -261,8 +296,9 @@ def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
     states, parts = position.states, len(position.parts)
     if position.turn is not None and position.turn >= parts:
         raise _damaged(f"its field turn is {position.turn}, and it has {parts} parts, counted from 0")
-    # Where an epoch begins, nobody knows yet whether it has parts.
-    if len(states.streams) not in {0, parts} and not (parts == 1 and position.is_at_epoch_start):
+    # Where an epoch begins, or the next one does, nobody knows yet whether it has parts.
+    is_between = position.is_at_epoch_start or position.is_ended
+    if len(states.streams) not in {0, parts} and not (parts == 1 and is_between):
         raise _damaged(f"its field streams has {len(states.streams)} elements, not one for each part")
     generators = random_generators(holders)
     _require_number("generators", states.generators, len(generators))
@@ -340,6 +376,8 @@ def state_after(
 ) -> dict[str, Any]:
     """Return the state after some batches of the latest pass; after its last one, draw what the samplers draw then.
 
+    A loader with one iterator for all epochs has no pass without batches, so after the last one it begins the next.
+
     Args:
         passes: The passes over the loader.
         batches: How many.
@@ -362,7 +400,8 @@ def state_after(
     if current is None:
         return state_now(passes)
     if current.draw_end_after(batches, batching, on_this_rank=on_this_rank):
-        return _state_at(passes, current.position_at_end(passes.snapshot()).or_next_epoch())
+        end = current.position_at_end(passes.snapshot())
+        return _state_at(passes, end.or_next_epoch() if passes.has_one_iterator else end)
     return _state_at(passes, current.position_after(batches, batching))
 
 
@@ -371,21 +410,21 @@ def _state_at(passes: "Passes[Any]", position: Position) -> dict[str, Any]:
     states = position.states
     if states.unknown:
         raise StateError(f"The loader's state cannot be saved: {states.unknown}.")
-    return {
-        "version": _VERSION,
-        "loader": dict(passes.facts(passes.latest)),
-        "epoch": position.epoch,
-        "seed": passes.agreed.seed.value,
-        "parts": [[list(pair) for pair in consumed] for consumed in position.parts],
-        "turn": position.turn,
-        "states": {
-            "generators": list(states.generators),
-            "samplers": list(states.samplers),
-            # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
-            "attributes": [[list(pair) for pair in changed.items()] for changed in states.attributes],
-            "streams": [stream.plain() for stream in states.streams],
-        },
+    held = {
+        "generators": list(states.generators),
+        "samplers": list(states.samplers),
+        "attributes": [dict(changed) for changed in states.attributes],
+        "streams": [stream.plain() for stream in states.streams],
     }
+    try:
+        text = as_text(held)
+    except (TypeError, RecursionError) as error:
+        raise StateError(
+            f"The loader's state cannot be saved: the state_dict() of a sampler in it has {error}. Let that method "
+            "return numbers, strings, bytes, tensors and arrays, in lists, tuples, sets and dicts."
+        ) from error
+    facts = as_text(dict(passes.facts(passes.latest)))
+    return _fields(facts, position, passes.agreed.seed.value, text)
 
 
 def position_in(passes: "Passes[Any]", state: Any) -> Position:
@@ -396,7 +435,7 @@ def position_in(passes: "Passes[Any]", state: Any) -> Position:
     """
     if not isinstance(state, Mapping):
         raise _damaged(f"it is {shown(state)}, a {type(state).__name__} and not a dict")
-    if _CANNOT_RESUME in state:
+    if state.get(_CANNOT_RESUME):
         raise StateError(
             "The state has no position, because it was not known when the state was taken: "
             f"{_told(state[_CANNOT_RESUME])} Resume from a state that was taken between two epochs, or restore none."
@@ -406,7 +445,7 @@ def position_in(passes: "Passes[Any]", state: Any) -> Position:
             f"The state has version {shown(state['version'])}, and this version of ddp_patch reads version {_VERSION} "
             "alone. Restore it with the version of ddp_patch that wrote it."
         )
-    found = _read(state, {"version": _count, "loader": _mapping, **_POSITION})
+    found = _read(state, {"version": _count, "loader": _text_of_mapping, **_POSITION})
     _require_same(found["loader"], found["seed"], passes.facts(None), passes.agreed.seed)
     states = States(**_read(found["states"], _STATES))
     position = Position(**{name: found[name] for name in _POSITION} | {"states": states})

@@ -1,6 +1,5 @@
 """What stands in a loader for an iterable dataset, what each process knows of its stream, and how that is begun."""
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,6 +26,7 @@ from ddp_patch.orders.random_states import (
 from ddp_patch.positions_and_padding import Batching, Consumed, Plan, turn_after
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.saved_state import Position, split_consumed
+from ddp_patch.sharding.state_text import as_text
 from ddp_patch.sharding.wrapper_attributes import AttributeProxy
 from ddp_patch.streams.reports import LARGEST, SharedWorkerState
 
@@ -188,14 +188,14 @@ class StreamWorker(Generic[T]):
         self.chosen_epoch = epoch
 
     def written_state(self) -> bytes | None:
-        """Return the dataset's own state now, pickled; None if it has none, or one that is too large."""
+        """Return the dataset's own state now, as text; None if it has none, or one that is too large or no text."""
         with suppress(Exception):  # the user's code; without a state its stream is read again
-            written = pickle.dumps(cast(Any, self.dataset).state_dict())
+            written = as_text(cast(Any, self.dataset).state_dict()).encode()
             return written if len(written) <= LARGEST else None
         return None
 
     def unread(self) -> bytes | None:
-        """Return the dataset's own state, pickled, if nobody has read the dataset yet, or somebody has to its end."""
+        """Return the dataset's own state, as text, if nobody has read the dataset yet, or somebody has to its end."""
         return None if self.is_underway or not self.takes_states else self.written_state()
 
     def resumed_at(self, number: int, epoch: int) -> Position | None:

@@ -172,6 +172,8 @@ def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str
     """Yield a rank's batches of one pass; raise this rank's failure at its beginning, and report it to the others."""
     own.read(1)  # which begins the pass
     current, agreed, epoch = cast(Any, passes.latest), passes.agreed, passes.epochs.current
+    if current is not None and current.start.is_ended:
+        return
     doing = f"Iterating the {name} over epoch {epoch}"
     members, uneven = agreed.world.peer_ranks(doing), agreed.options.uneven
     if own.failure is not None:

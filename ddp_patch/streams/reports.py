@@ -7,7 +7,6 @@ same in every process.
 """
 
 import os
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
@@ -20,6 +19,7 @@ import torch
 from ddp_patch.compat.private_packages import SAMPLE_KEY
 from ddp_patch.orders.digest import END, Digest, mark_counts
 from ddp_patch.sharding.saved_state import RECOGNISED_BY
+from ddp_patch.sharding.state_text import from_text
 
 __all__ = ["BEGUN", "COUNTS", "ENDED", "LARGEST", "PARTS", "STREAM", "ItemNames", "SharedWorkerState", "marked"]
 
@@ -92,7 +92,7 @@ class SharedWorkerState:
         reported = begun + _PASSES_KEPT * self.readers * _REPORT.itemsize
         (self._begun,) = memory[:begun].view(_PASSES)
         self._reports = memory[begun:reported].view(_REPORT).reshape(_PASSES_KEPT, self.readers)
-        # The dataset's own states, pickled, of the latest pass.
+        # The dataset's own states, as text, of the latest pass.
         self._states = memory[reported:].reshape(self.readers, 2, LARGEST)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class SharedWorkerState:
         return report
 
     def keep_state(self, report: np.void, worker: int, when: int, state: bytes) -> None:
-        """Write the dataset's own state, pickled, when the pass that a reader reports was BEGUN, or had ENDED."""
+        """Write the dataset's own state, as text, when the pass that a reader reports was BEGUN, or had ENDED."""
         self._states[worker, when, : len(state)] = np.frombuffer(state, np.uint8)
         report["state_sizes"][when] = len(state)
 
@@ -154,7 +154,7 @@ class SharedWorkerState:
     def states(self, number: int, when: int) -> list[Sequence[Any]]:
         """Return each dataset's own state in the latest pass, when it was BEGUN or had ENDED, as the only element."""
         kept = [(self._states[at, when], sizes[when]) for at, sizes in enumerate(self.reported(number, "state_sizes"))]
-        return [(pickle.loads(state[:size]),) if size >= 0 else () for state, size in kept]  # noqa: S301 - our reader's
+        return [(from_text(state[:size].tobytes().decode()),) if size >= 0 else () for state, size in kept]
 
 
 def marked(items: Iterator[T], report: np.void) -> Iterator[T]:

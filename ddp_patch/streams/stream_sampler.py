@@ -1,7 +1,6 @@
 """The sampler of a sharded stream, its passes, and what workers found of the items in each."""
 
 import logging
-import pickle
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from ddp_patch.positions_and_padding import Consumed, Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.log import Marks
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.item_sources import ItemSource
+from ddp_patch.sharding.item_sources import ItemSource, Nothing
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
@@ -35,6 +34,7 @@ from ddp_patch.sharding.saved_state import (
     StreamStart,
     split_consumed,
 )
+from ddp_patch.sharding.state_text import from_text
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only, tell_epoch
 from ddp_patch.streams.reports import BEGUN, COUNTS, ENDED, PARTS, STREAM
 from ddp_patch.validation import counted
@@ -213,14 +213,19 @@ class StreamPasses(Passes[None]):
         # Ask again: others may have begun an epoch, or set one, since this iterator was made.
         epoch = self.epochs.upcoming
         number = self.epochs.passes + 1
-        start = self.position or Position(epoch, states=self.snapshot())
-        source = StreamSource(start, self, number)
-        current = Pass(start, self, source)
+        resumed = self.position or self.worker.resumed_at(number, epoch)
+        start = resumed or Position(epoch, states=self.snapshot())
         if start.is_within_pass:
             # A loader may have drawn from them since.
             self.sampler_states.restore_generators(start.states.generators)
+        if start.is_ended:
+            self._note_begun(Pass(start, self, Nothing()))
+            self.worker.consumed = (), 0
+            return
+        source = StreamSource(start, self, number)
+        current = Pass(start, self, source)
         self.worker.shared.begin(number, epoch)
-        if self.position is None:
+        if resumed is None:
             self.forget_resumed()
         self._note_begun(current)
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
@@ -247,7 +252,7 @@ class StreamPasses(Passes[None]):
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         super().resume_at(position, counts_rest=counts_rest)
-        self.worker.resumed = self.epochs.passes + 1, position
+        self.worker.resumed = self.epochs.passes + 1, position.or_next_epoch()
         consumed = split_consumed(position.consumed, self.plan.num_replicas)
         self.worker.consumed = consumed if counts_rest else ((), 0)
 
@@ -260,7 +265,8 @@ class StreamPasses(Passes[None]):
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn."""
         super().choose(epoch)
-        if self.position is None:
+        resumed = self.worker.resumed
+        if self.position is None and resumed is not None and resumed[1].epoch != self.epochs.upcoming:
             self.forget_resumed()
 
     def require_fits(self, position: Position) -> None:
@@ -280,7 +286,7 @@ class StreamPasses(Passes[None]):
         if self._are_kept and latest >= 0:  # these go on from where they ended
             before = worker.shared.states(latest, ENDED)
         elif (self._are_kept or not self._workers) and (written := worker.unread()) is not None:
-            before = [(pickle.loads(written),)]  # noqa: S301 - written here
+            before = [(from_text(written.decode()),)]
         streams = [StreamSnapshot(initial_state=state) for state in before]
         return replace(super().snapshot(), streams=streams if any(before) else ())
 
@@ -508,7 +514,7 @@ class StreamSource(ItemSource[None]):
         first = self._start_seen(worker, sum(ranks * each for ranks, each in consumed)) or previous.first
         states = [note.state for note in self._notes[worker] if note.batches == batches]
         initial_state = self._worker.shared.states(self._number, BEGUN)[worker] or previous.initial_state
-        return StreamSnapshot(first, tuple(map(pickle.loads, states)), initial_state)
+        return StreamSnapshot(first, tuple(from_text(state.decode()) for state in states), initial_state)
 
     def _start_seen(self, worker: int, read: int) -> StreamStart | None:
         """Return what the first items of a worker's stream are, of so many that were read; None if nobody looked."""

@@ -1,6 +1,5 @@
 """A worker's pass over its part of a stream: how it reads the dataset, what it gives, and what travels with batches."""
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from ddp_patch.sharding.saved_state import (
     StreamStart,
     split_consumed,
 )
+from ddp_patch.sharding.state_text import from_text
 from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, is_again, tell_epoch, this_worker
 from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, ItemNames, marked
 from ddp_patch.validation import counted
@@ -63,7 +63,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         is_first = not self._skip and not self._taken_before and not self._known.initial_state
         if is_first and (state := worker.unread()) is not None:
             worker.shared.keep_state(self._report, self._worker_index, BEGUN, state)
-            self._known = replace(self._known, initial_state=(pickle.loads(state),))  # noqa: S301 - from here
+            self._known = replace(self._known, initial_state=(from_text(state.decode()),))
         worker.is_underway = True
         self._told = worker.told(self._part)  # asked here: what is asked while the dataset is read counts as its own
         self._info = worker.info(self._part, self._epoch)
@@ -349,7 +349,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         )
 
     def _snapshot(self) -> bytes | None:
-        """Return the dataset's own state, pickled; None if that does not contain the stream's position.
+        """Return the dataset's own state, as text; None if that does not contain the stream's position.
 
         A dataset that drew from random states may have to draw the same again when it begins, or to continue with what
         comes next: its own state does not say which, so its stream is read again. At the end many start again.

@@ -50,6 +50,37 @@ def job(rank: int, world_size: int, folder: Path, checkpoint: Path, dies: bool) 
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_killed_while_it_validates_it_validates_and_goes_on(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    from ddp_patch.integrations.accelerate import prepare_patched
+
+    def train(checkpoint: Path | None = None, killed_in: int | None = None) -> list[Any]:
+        seed_ambient(3)
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        given: DataLoader[Any] = DataLoader(torch.arange(N), 5, shuffle=True)  # type: ignore[arg-type]  # torch's own use
+        patched: Any = prepare_patched(accelerator, patch_dataloader_to_ddp(given, rank=0, num_replicas=2, seed=3))
+        did: list[Any] = []
+        if checkpoint is not None:
+            accelerator.load_state(str(checkpoint))
+        for epoch in range(patched.iteration, EPOCHS):
+            for indices in patched:
+                did.append((epoch, indices.tolist()))
+                if killed_in is not None:
+                    accelerator.save_state(str(tmp_path / "latest"))
+            if epoch == killed_in:
+                break
+            did.append(f"validated after epoch {epoch}")
+        return did
+
+    whole = train()
+    for killed_in in range(EPOCHS):
+        killed = train(killed_in=killed_in)
+        assert killed + train(tmp_path / "latest") == whole
+
+
 def trained_in(folder: Path) -> list[tuple[int, int, list[int], bool]]:
     """The epoch, step and samples of each line that the ranks wrote, and whether the optimizer made a step."""
     return [json.loads(line) for file in folder.iterdir() for line in file.read_text().splitlines()]

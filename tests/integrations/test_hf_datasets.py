@@ -20,6 +20,7 @@ from zoo import N, assert_shared_exactly, seed_ambient
 from ddp_patch import DDPPatchError, check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.compat.private_packages import loses_items_when_loaded
 from ddp_patch.loaders.contents import chosen_samples
+from ddp_patch.sharding.state_text import from_text
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 
@@ -184,7 +185,7 @@ def test_stopped_and_resumed_it_goes_on_as_if_never_stopped(make: Any, workers: 
         stopped = start(state)
         assert [numbers(batch) for batch in islice(stopped, 1)] == whole[0][done : done + 1]
         state = loader_state(stopped, batches_done=1)
-        own += [state for _, state, _ in state["states"]["streams"] if state]
+        own += [state for _, state, _ in from_text(state["states"])["streams"] if state]
         # What was left joins its threads when it is collected. If that happens while another thread starts, both wait.
         gc.collect()
     resumed = start(state)

@@ -171,6 +171,56 @@ class StopAfter(TrainerCallback):  # type: ignore[misc]  # as above
             raise Stopped
 
 
+class Drops(Model):
+    """Draws random numbers, as dropout does, when it trains."""
+
+    def forward(self, numbers: torch.Tensor, labels: Any) -> dict[str, torch.Tensor]:
+        return super().forward(numbers * torch.rand(()) if self.training else numbers, labels)
+
+
+class Evaluating(Alone):
+    """Notes where it evaluates, and may be killed there."""
+
+    def evaluate(self, *args: Any, **options: Any) -> Any:
+        if self.state.global_step == self.dies_at:
+            raise Stopped
+        self.evaluated = [*getattr(self, "evaluated", []), (self.state.global_step, self.state.epoch)]
+        return super().evaluate(*args, **options)
+
+
+@pytest.mark.parametrize("rows", [FEW, Stream(FEW)], ids=["rows", "stream"])
+@pytest.mark.parametrize("killed_at", [9, 18])
+def test_killed_while_it_evaluates_it_evaluates_and_goes_on(tmp_path: Path, rows: Any, killed_at: int) -> None:
+    """After an epoch's last step, and the checkpoint of that. One that was taken later does not evaluate again."""
+
+    def train(resume_from: int | None = None, dies_at: int | None = None, **options: Any) -> Any:
+        seed_ambient(3)
+        how = {"eval_strategy": "epoch", "logging_strategy": "no", "per_device_train_batch_size": 3, **options}
+        how |= {"num_train_epochs": 2} if rows is FEW else {"max_steps": 18}
+        given: Any = {"args": TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, **how)}
+        given["args"].remove_unused_columns = False
+        trainer = Evaluating(Drops(), train_dataset=rows, eval_dataset=FEW, data_collator=collated, **given)
+        trainer.dies_at = dies_at
+        try:
+            trainer.train(resume_from_checkpoint=resume_from and str(tmp_path / f"checkpoint-{resume_from}"))
+        except Stopped:
+            assert dies_at
+        return trainer
+
+    train(dies_at=killed_at, save_strategy="steps", save_steps=1)
+    whole = train(save_strategy="no")
+    resumed = train(killed_at, save_strategy="no")
+    steps = [step for step, _ in resumed.evaluated]
+    assert steps == [step for step, _ in whole.evaluated if step >= killed_at]
+    if rows is FEW:
+        assert resumed.evaluated == whole.evaluated[-len(steps) :]
+    assert resumed.seen == whole.seen[killed_at:]
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+    train(save_strategy="epoch")
+    if killed_at == 9 and rows is FEW:
+        assert train(killed_at, save_strategy="no").evaluated == whole.evaluated[1:]
+
+
 BY_SIGNAL, IGNORING, ALONE, OTHERS = "killed", "with ignore_data_skip", "from one process", "other batches before"
 WEIGHTED = "own loader"
 # What is trained, and the step after which the checkpoint is taken: of 9 batches an epoch on 3 ranks.
@@ -442,9 +492,12 @@ class Counting(Sampler[int]):
         self.state = state_dict["state"]
 
 
-@pytest.mark.parametrize(("state", "survives"), [({0: 1}, False), ((1, 2), False), ({"0": [1]}, True)])
-def test_a_place_that_json_changes_is_not_kept(state: Any, survives: bool) -> None:
-    kept = _LoaderPlace()
-    kept.loader = patch_dataloader_to_ddp(DataLoader(ROWS, sampler=Counting(state)), rank=0, num_replicas=2)
-    place = kept.state()["attributes"]["place"]
-    assert ("cannot_resume" not in place) == survives
+@pytest.mark.parametrize("state", [{0: 1}, (1, 2), {"0": [1]}])
+def test_a_place_is_kept_by_json_whatever_a_samplers_state_holds(state: Any) -> None:
+    def made(state: Any) -> Any:
+        return patch_dataloader_to_ddp(DataLoader(ROWS, sampler=Counting(state)), rank=0, num_replicas=2, seed=0)
+
+    kept, restored = _LoaderPlace(), made(None)
+    kept.loader = made(state)
+    restore_loader(restored, json.loads(json.dumps(kept.state()))["attributes"]["place"])
+    assert restored.sampler.sampler.state == state

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -59,6 +60,50 @@ def test_resumed_by_the_engine_s_own_state(make: Callable[[], DataLoader[Any]], 
     whole, states = run()
     for step in steps:
         assert run(states[step - 1])[0] == whole[step:]
+
+
+@pytest.mark.parametrize("killed_in", [1, 2, 3])
+@pytest.mark.parametrize("make", [lambda: DataLoader(DATA, 3, shuffle=True), lambda: DataLoader(Stream(), 3)])
+def test_killed_while_it_validates_it_validates_and_goes_on(make: Any, killed_in: int) -> None:
+    """By a handler at the end of an epoch; also of the last one. What was saved after that is not done again."""
+
+    def run(state: Any = None, dies: bool = False) -> tuple[list[Any], list[Any], list[Any], Engine]:
+        seed_ambient(1)
+        seen: list[Any] = []
+        states: list[Any] = []
+        ended: list[Any] = []
+
+        def validate(engine: Any) -> None:
+            if dies and engine.state.epoch == killed_in:
+                raise LookupError
+            ended.append((engine.state.epoch, engine.state.iteration))
+
+        def save(engine: Any) -> None:
+            states.append(engine.state_dict())
+
+        trainer: Any = Engine(lambda engine, batch: seen.append((engine.state.epoch, batch.tolist())))
+        loader = attach_loader(trainer, make(), rank=0, num_replicas=2, seed=5)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, save)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, validate)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, save)
+        if state is not None:
+            trainer.load_state_dict(state)
+        with suppress(LookupError):
+            trainer.run(loader, **({"max_epochs": 3} if state is None else {}))
+        return seen, ended, states, trainer
+
+    seen, ended, states, _ = run()
+    if states[0]["epoch_length"] is None and killed_in == 1:
+        pytest.skip("an engine has no state that it can load before it knows how long an epoch is")
+    killed = run(dies=True)
+    assert killed[1] == ended[: killed_in - 1]
+    rest, ended_later, _, trainer = run(killed[2][-1])
+    assert killed[0] + rest == seen
+    assert ended_later == ended[killed_in - 1 :]
+    assert (trainer.state.epoch, trainer.state.iteration) == (3, len(seen))
+    after_it = states[len(seen) // 3 * killed_in + killed_in - 1]
+    if killed_in < 3:  # an engine that is done begins anew
+        assert run(after_it)[1] == ended[killed_in:]
 
 
 def attached(length: int | None = None, **world: Any) -> tuple[Engine, Any]:

@@ -1,6 +1,7 @@
 """Lightning's Trainer resumes within an epoch on any number of ranks: each sample of the rest once, counted as here."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,50 @@ def test_after_the_last_batch_comes_the_next_epoch(tmp_path: Path, make: Any) ->
     assert rest[0].batches == list(range(steps_of(SAMPLES, 4)))
     assert_once([], rest, epoch=1)
     assert trainer.global_step == 9 + steps_of(SAMPLES, 4)
+
+
+class Killed(Module):
+    """Is killed while it validates the first epoch."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.current_epoch == 0:
+            raise LookupError
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (shuffled, {}),
+        (shuffled, {"check_val_every_n_epoch": 2}),  # nothing to validate, and an end of the epoch all the same
+        soaked(lambda: shuffled(workers=2), {}),
+        (STREAM, {}),
+        (lambda: DataLoader(Sized(SAMPLES), 2), {}),
+        (shuffled, {"limit_train_batches": 6}),
+        (lambda: CombinedLoader([shuffled(), DataLoader(range(50), 2)], "min_size"), {}),  # type: ignore[arg-type]
+    ],
+)
+def test_killed_while_it_validates_it_validates_and_goes_on(tmp_path: Path, make: Any, options: Any) -> None:
+    validation: Any = DataLoader(range(2))  # type: ignore[arg-type]  # a range is a dataset
+
+    def fit(kind: type[Module], *callbacks: Any, **how: Any) -> Module:
+        seed_ambient(3)
+        module = kind()
+        make_trainer(PatchDataLoaders(seed=3), *callbacks, **options).fit(module, make(), validation, **how)
+        return module
+
+    whole = fit(Module)
+    validates = (0, whole.epochs.count(0)) in whole.validated
+    with pytest.raises(LookupError) if validates else nullcontext():
+        fit(Killed, every_step(tmp_path))
+    steps = whole.epochs.count(0)
+    resumed = fit(Module, ckpt_path=tmp_path / f"step={steps}.ckpt")
+    assert (resumed.validated, resumed.ended) == (whole.validated, [0, 1])
+    assert validates == ("check_val_every_n_epoch" not in options)
+    for name in ("epochs", "batches", "steps", "logged", "numbers"):
+        assert getattr(resumed, name) == getattr(whole, name)[steps:]
+    assert resumed.by_epoch.last_epoch == whole.by_epoch.last_epoch == 2
+    torch.testing.assert_close(list(resumed.parameters()), list(whole.parameters()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("workers", [0, soaked(2)])

@@ -1,6 +1,7 @@
 """The recipes of docs/recipes.md evaluate as one process does, and take each sample once where they stop and go on.
 
 Each trains on one rank, then on another number of ranks, where it stops within an epoch, and goes on from there on two.
+And each is stopped while it validates, and goes on with that.
 """
 
 import os
@@ -36,14 +37,18 @@ class Trained:
 
     Attributes:
         stop_after: How many steps it takes before it stops; None: all.
+        stop_in: In its how manieth validation it stops, from 1; None: in none.
         steps: Each step's samples; texts without those that are padding.
-        metrics: What it printed last.
+        validations: How many it has begun.
+        metrics: What it printed after each.
         states: The network's parameters then.
     """
 
     stop_after: int | None
+    stop_in: int | None
     steps: list[list[bytes]] = field(default_factory=list)
-    metrics: Any = None
+    validations: int = 0
+    metrics: list[Any] = field(default_factory=list)
     states: Mapping[str, Tensor] = field(default_factory=dict)
 
     def step(self, samples: list[Tensor]) -> None:
@@ -55,8 +60,13 @@ class Trained:
         if isinstance(network, nn.Sequential) and torch.is_grad_enabled():
             self.step(list(given[0]))
 
+    def validate(self) -> None:
+        self.validations += 1
+        if self.validations == self.stop_in:
+            raise StoppedError
+
     def evaluated(self, network: nn.Module, metrics: Any) -> Any:
-        self.metrics = metrics
+        self.metrics.append(metrics)
         self.states = {name: value.clone() for name, value in network.state_dict().items()}
         return metrics
 
@@ -67,14 +77,18 @@ def recipe(name: str) -> Any:
     return import_module(name)
 
 
-def train(rank: int, world_size: int, name: str, path: Path, stop_after: int | None = None) -> Trained:
+def train(
+    rank: int, world_size: int, name: str, path: Path, stop_after: int | None = None, stop_in: int | None = None
+) -> Trained:
     os.environ |= SETTINGS
     torch.manual_seed(rank)
     # In bfloat16 the parameters would differ by its rounding; in float32 they can be compared.
     torch.autocast = lambda *_, **__: nullcontext()  # type: ignore[misc, assignment]
-    trained = Trained(stop_after)
+    trained = Trained(stop_after, stop_in)
     hook = register_module_forward_pre_hook(trained.image_step)
     module = recipe(name)
+    if stop_in is not None:
+        module.STEPS_PER_CHECKPOINT = 1
     if name == "vision":
         module.BATCH_SIZE = 63  # which two ranks do not divide
     if name == "stream":
@@ -85,13 +99,22 @@ def train(rank: int, world_size: int, name: str, path: Path, stop_after: int | N
         if name == "lightning_metrics":
             train_with_lightning(module, world_size, path, trained)
         else:
-            validate = module.validate
-            module.validate = lambda network, loader: trained.evaluated(network, validate(network, loader))
+            record_validations(module, trained)
             if name == "text":
                 record_texts(module, trained)
             module.main(path)
     hook.remove()
     return trained
+
+
+def record_validations(module: Any, trained: Trained) -> None:
+    validate = module.validate
+
+    def validate_recorded(network: Any, loader: Any) -> Any:
+        trained.validate()
+        return trained.evaluated(network, validate(network, loader))
+
+    module.validate = validate_recorded
 
 
 def train_with_lightning(module: Any, devices: int, path: Path, trained: Trained) -> None:
@@ -104,10 +127,20 @@ def train_with_lightning(module: Any, devices: int, path: Path, trained: Trained
         trainers.append(trainer(**options))
         return trainers[0]
 
-    module.Trainer = kept_trainer
+    class Recorded(module.Classifier):  # type: ignore[misc]  # the recipe's
+        def on_validation_epoch_start(self) -> None:
+            if not self.trainer.sanity_checking:
+                trained.validate()
+
+        def on_validation_epoch_end(self) -> None:
+            if not self.trainer.sanity_checking:
+                trained.evaluated(self, {name: float(value) for name, value in self.metrics.compute().items()})
+
+    module.Trainer, module.Classifier = kept_trainer, Recorded
+    if trained.stop_in is not None:
+        kept = module.ModelCheckpoint
+        module.ModelCheckpoint = lambda folder, **_: kept(folder, every_n_train_steps=1, save_last=True)
     module.main(devices, path)
-    metrics = {name: float(value) for name, value in trainers[0].callback_metrics.items()}
-    trained.evaluated(trainers[0].lightning_module, metrics)
 
 
 def record_texts(module: Any, trained: Trained) -> None:
@@ -165,10 +198,27 @@ def test_a_recipe(name: str, stop_after: int, kept: int, ranks: int, most_paddin
     assert (given - expected).total() <= most_padding
     assert resumed[0].metrics == resumed[1].metrics
     for trained, path in [(whole[0], paths[0]), (resumed[0], paths[1])]:
-        assert trained.metrics == evaluated_alone(name, path, trained.states)
+        assert trained.metrics[-1] == evaluated_alone(name, path, trained.states)
     if name != "stream":
         for parameter, value in whole[0].states.items():
             torch.testing.assert_close(value, resumed[0].states[parameter], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in CASES])
+def test_stopped_while_it_validates_a_recipe_validates_and_goes_on(name: str, tmp_path: Path) -> None:
+    """After the second epoch; its last checkpoint is that of the epoch's last step."""
+    paths = [tmp_path / "whole", tmp_path / "stopped"]
+    if name == "stream":
+        for path in paths:
+            path.mkdir()
+    whole = run_ranks(train, 2, name, paths[0])
+    stopped = run_ranks(train, 2, name, paths[1], None, 2)
+    resumed = run_ranks(train, 2, name, paths[1])
+    for once, first, rest in zip(whole, stopped, resumed, strict=True):
+        assert first.steps + rest.steps == once.steps
+        assert first.metrics + rest.metrics == once.metrics
+        assert (len(first.metrics), len(once.metrics)) == (1, EPOCHS)
+        torch.testing.assert_close(rest.states, once.states, rtol=0, atol=0)
 
 
 def test_no_recipe_is_left_out() -> None:

@@ -90,7 +90,7 @@ class Training:
     def epoch(self) -> int:
         """That of the replica which is farthest."""
         best = max(self.replicas, key=lambda one: one.step)
-        return int(best.loader.state(best.step)["epoch"])
+        return best.loader.epoch(best.step)
 
     def attempt(self, attempt: Attempt) -> None:
         for place, anew in enumerate(attempt.born_anew):
@@ -102,7 +102,7 @@ class Training:
         # One that is ahead is lost: else there would be two models of one step, which numbers() tells apart.
         self.replicas = [self.replica() if one.step > step else one for one in self.replicas]
         source = next(one for one in quorum if one.step == step)
-        state, model = source.loader.state(step), [*source.model]
+        state, epoch, model = source.loader.state(step), source.loader.epoch(step), [*source.model]
         joining = [one for one in quorum if one.step < step]
         takers = [one for one in quorum if attempt.heals_first or one.step == step]
         if attempt.heals_first:
@@ -118,7 +118,7 @@ class Training:
         assert len({one.loader.numbers(step + 1) for one in quorum}) == 1
         for place, one in zip(places, quorum, strict=True):
             if attempt.has_gradients and attempt.fates[place] != "fails":
-                one.model.append((state["epoch"], given))
+                one.model.append((epoch, given))
                 one.step = step + 1
             if attempt.fates[place] == "dies":
                 self.replicas[place] = self.replica()

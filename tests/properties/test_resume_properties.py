@@ -56,6 +56,8 @@ class Resuming(RuleBasedStateMachine):
             )
             if self.state is not None:
                 restore_loader(loader, self.state)
+                if self.state["turn"] is None:
+                    assert list(loader) == []
             self.loaders.append(loader)
         self.iterators: list[Any] = []
         self.done = [0] * num_replicas
@@ -81,7 +83,7 @@ class Resuming(RuleBasedStateMachine):
         self.state = states[0]
         if self.options["uneven"] != "keep":
             assert all(state == states[0] for state in states)
-        if has_ended or self.state["epoch"] > self.epoch:
+        if has_ended or self.state["turn"] is None:
             self.end()
 
     def end(self) -> None:
@@ -94,10 +96,10 @@ class Resuming(RuleBasedStateMachine):
         if not self.has_length:
             most = self.most_padding  # of those that reached the end: nobody knew it before, and others may follow
         assert repeated.total() <= most if self.options["uneven"] == "pad" else not repeated
-        if self.state["epoch"] == self.epoch:  # whose end was not known: nothing of it is left
+        if self.state["turn"] is not None:  # whose end was not known: nothing of it is left
             self.state = loader_state(self.loaders[0], batches_done=self.done[0])
+        assert (self.state["epoch"], self.state["turn"]) == (self.epoch, None)
         self.epoch += 1
-        assert self.state["epoch"] == self.epoch
         self.stream, self.taken, self.most_padding = self.next_stream(), Counter(), 0
         self.start(len(self.loaders), 2)
 

@@ -64,17 +64,18 @@ def test_a_generator_of_a_replicas_own_is_a_matter_of_its_place() -> None:
     assert here != there
 
 
-def test_a_position_after_the_last_batch_is_the_next_epochs() -> None:
+def test_the_step_after_an_epochs_last_one_is_the_next_epochs() -> None:
     loader = of(4)
     loader.batch(0, 0, 2)
-    assert (loader.state(0)["epoch"], loader.state(1)["epoch"]) == (0, 1)
+    assert (loader.epoch(0), loader.epoch(1)) == (0, 1)
+    assert loader.batch(1, 0, 2)[0].tolist() == [0, 2]
 
 
 def test_what_is_less_than_a_step_is_left_out_as_drop_last_says() -> None:
     loader = ElasticLoader(loader_of(range(5), 2, drop_last=True))
     assert loader.batch(0, 0, 1)[0].tolist() == [0, 1]
     assert loader.batch(1, 0, 1)[0].tolist() == [2, 3]
-    assert loader.state(2)["epoch"] == 1
+    assert loader.epoch(2) == 1
     assert loader.batch(1, 1, 3)[0].tolist() == [1, 4]  # three samples are left: no step of three replicas
 
 

@@ -19,6 +19,7 @@ from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
+from ddp_patch.sharding.state_text import as_text, from_text
 
 # This machine may have fewer cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -198,8 +199,9 @@ def test_what_says_where_it_stands_is_not_read_again(make: Any, workers: int) ->
         copies = readers if not getattr(dataset, "splits", True) else 1
         assert int(dataset.read) <= (given + looked_at) * copies
     again = [make() for _ in range(2)]
-    streams = state["states"]["streams"]
-    state["states"]["streams"] = [[first, [], initial_state] for first, _, initial_state in streams]
+    states = from_text(state["states"])
+    states["streams"] = [[first, [], initial_state] for first, _, initial_state in states["streams"]]
+    state["states"] = as_text(states)
     assert job.passes(job.start(state, again), 1)[0] == rest
 
 
@@ -270,7 +272,7 @@ def test_a_state_that_cannot_be_kept_leaves_the_stream_to_be_read_again(make: An
     job = Job(make, workers=workers)
     whole = job.passes(job.start(), 1)[0]
     _, state = step(job.start(), 2)
-    assert all(not own for _, own, _ in state["states"]["streams"])
+    assert all(not own for _, own, _ in from_text(state["states"])["streams"])
     assert job.passes(job.start(state), 1)[0] == [rank[2:] for rank in whole]
 
 
