@@ -37,6 +37,7 @@ from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broa
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import RepeatedPasses
+from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.refusals import require_shareable, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler, describe_share
 from ddp_patch.walks import Nest
@@ -119,8 +120,8 @@ def patch_dataloader_to_ddp(
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which
             the ranks synchronise only once; unless each can be patched, none is. A loader that appears several times
-            is patched once, and None stays None. What you pass still gives all data; iterated on several ranks, it
-            warns of that once.
+            is patched once, and None stays None. What you pass still gives all data. Iterated in place of the result,
+            on several ranks, it warns of that once.
         share: What a rank takes at a time. With ``"samples"``, each rank makes its own batches of every
             num_replicas-th sample. With ``"batches"``, it takes whole batches as the unpatched loader makes them, so
             groups that a sampler puts into one batch stay together. ``"auto"`` takes whole batches of a batch sampler
@@ -217,9 +218,14 @@ def patch_dataloader_to_ddp(
     _log_patched(loaders, patched)
     line = script_line(sys._getframe(1))
     for before, clone in zip(loaders.values(), patched, strict=True):
-        if clone is not before and isinstance(sharded_by(clone), EpochSampler):
-            notice_if_iterated(before, line)
+        if clone is not before and isinstance(by := sharded_by(clone), EpochSampler):
+            notice_if_iterated(before, line, partial(_is_used, by.rank_passes))
     return nest.with_replaced(patched)
+
+
+def _is_used(passes: Passes[Any]) -> bool:
+    """Return whether a patched loader was iterated, or told an epoch."""
+    return passes.latest is not None or passes.epochs.current > 0
 
 
 def patch_each(

@@ -6,9 +6,11 @@ Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0, whose loaders a
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from pkgutil import resolve_name
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -35,6 +37,7 @@ __all__ = [
     "RunningLoader",
     "WorkerInfo",
     "backward_in_progress",
+    "call_at_second_batch",
     "default_store",
     "forget_iterator",
     "gather_in_background",
@@ -249,6 +252,24 @@ MAKE_ITERATOR: Final = "_get_iterator"
 # Both are called by torch. A torch that called others would make us miscount, so they are looked for at once.
 _private(f"torch.utils.data.dataloader.DataLoader.{MAKE_ITERATOR}", "Counting a loader's batches")
 _private("torch.utils.data.dataloader._BaseDataLoaderIter._reset", "Counting a loader's batches")
+
+
+# What an iterator of torch's calls for its next batch, or to find its end.
+_NEXT: Final = "_next_data"
+
+
+def call_at_second_batch(iterator: Any, call: Callable[[], object]) -> None:
+    """Have ``call()`` run when a ``RunningLoader`` is asked for its second batch, or finds its end after the first."""
+    of_iterator, asked = weakref.ref(iterator), count(1)
+
+    def next_data() -> Any:
+        running: Any = of_iterator()
+        if next(asked) > 1:
+            vars(running).pop(_NEXT, None)
+            call()
+        return getattr(type(running), _NEXT)(running)
+
+    vars(iterator)[_NEXT] = next_data
 
 
 def has_own_iterators(loader_kind: type) -> bool:

@@ -4,7 +4,7 @@ import copy
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -16,6 +16,7 @@ from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
     RunningLoader,
+    call_at_second_batch,
     has_own_iteration,
     has_own_iterators,
 )
@@ -208,41 +209,49 @@ def change_loader(loader: L, **replaced: Any) -> L:
 
 
 class _Original:
-    """Makes the next iterator of a loader that was left as it is, and warns: its patched copy may be meant.
+    """Makes the iterators of a loader that was left as it is, and warns once: its patched copy may be meant.
 
     It goes after that, and is in no copy of the loader.
     """
 
-    def __init__(self, loader: DataLoader[Any], patched_at: str) -> None:
-        self._loader, self._patched_at = weakref.ref(loader), patched_at
+    def __init__(self, loader: DataLoader[Any], patched_at: str, is_copy_used: Callable[[], bool]) -> None:
+        self._loader, self._patched_at, self._is_copy_used = weakref.ref(loader), patched_at, is_copy_used
         vars(loader).update({MAKE_ITERATOR: self, COPY: self._state})
 
     def _state(self) -> Any:
         return state_for_copies(self._loader())
 
     def __call__(self) -> Any:
-        loader: Any = self._loader()
+        loader = self._loader()
+        iterator = getattr(type(loader), MAKE_ITERATOR)(loader)
+        if isinstance(iterator, RunningLoader):
+            call_at_second_batch(iterator, self._tell)
+        return iterator
+
+    def _tell(self) -> None:
+        loader, ranks = self._loader(), dist.get_world_size() if dist.is_initialized() else 1
+        if loader is None or vars(loader).get(MAKE_ITERATOR) is not self:
+            return
         for name in (MAKE_ITERATOR, COPY):
             del vars(loader)[name]
-        if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
-            name = type(loader).__name__
+        if ranks > 1 and not self._is_copy_used():
             warnings.warn(
-                f"This {name} gives each of {ranks} ranks all of its data: patch_dataloader_to_ddp(), called at "
-                f"{self._patched_at}, has returned a patched copy and left this one as it is. If the copy was thrown "
-                "away, write loader = patch_dataloader_to_ddp(loader) there. If this rank is to read everything, as to "
-                "validate on rank 0 alone, ignore this: it comes once.",
+                f"This {type(loader).__name__} gives each of {ranks} ranks all of its data: patch_dataloader_to_ddp(), "
+                f"called at {self._patched_at}, has returned a patched copy and left this one as it is. If the copy "
+                "was thrown away, write loader = patch_dataloader_to_ddp(loader) there. If this rank is to read "
+                "everything, as to validate on rank 0 alone, ignore this: it comes once.",
                 UnpatchedLoaderWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
-        return getattr(type(loader), MAKE_ITERATOR)(loader)
 
 
-def notice_if_iterated(loader: DataLoader[Any], patched_at: str) -> None:
-    """Warn once if a loader is iterated on several ranks, of which a patched copy was returned.
+def notice_if_iterated(loader: DataLoader[Any], patched_at: str, is_copy_used: Callable[[], bool]) -> None:
+    """Warn once if a loader of which a patched copy was returned is iterated on several ranks, beyond a look.
 
     Args:
         loader: The loader that was left as it is. One whose class has a way of its own to copy it is left alone.
         patched_at: Where that was, for the warning.
+        is_copy_used: Tells whether the copy has been used. Then this loader is iterated on purpose, too.
     """
     if dist.is_initialized() and dist.get_world_size() > 1 and copies_plainly(type(loader)):
-        _Original(loader, patched_at)
+        _Original(loader, patched_at, is_copy_used)

@@ -62,23 +62,26 @@ def honest(rank: int, ranks: int) -> Any:
     again = patch_dataloader_to_ddp(original, uneven="drop")
     by_hand = DataLoader(Indices(), batch_size=4, sampler=DDPSamplerWrapper(original.sampler, False))
     returned = patch_dataloader_to_ddp(by_hand)  # as it is
-    alone = loader()
-    only_here = patch_dataloader_to_ddp(alone)
-    silent = [told(partial(list, one)) for one in (patched, *copies, again, by_hand, returned, only_here)]
+    alone, looked_at = loader(), loader(num_workers=1)
+    _never_used, used = patch_dataloader_to_ddp(alone), patch_dataloader_to_ddp(looked_at)
+    looks = [told(lambda: next(iter(looked_at))), told(lambda: next(iter(looked_at)))]
+    silent = [*looks, *(told(partial(list, one)) for one in (patched, *copies, again, by_hand, returned, used))]
+    used.set_epoch(1)
+    silent.append(told(partial(list, looked_at)))
     dist.barrier()
     validated = [told(lambda: [*alone]) for _ in range(3)] if rank == 0 else []
-    len(original), repr(original), original.batch_size  # is no iteration
-    at_most_once = told(lambda: [*original])
+    len(original), repr(original), next(iter(original))  # a look
+    on_purpose = told(lambda: [*original])  # its copy has been used
     assert set(vars(original)) == attributes  # nothing is left
-    return silent, validated, len(at_most_once)
+    return silent, validated, on_purpose
 
 
 def test_copies_shares_and_what_shards_already_are_silent_and_rank_0_alone_is_told_once() -> None:
-    (silent, validated, once), (other, *_) = run_ranks(honest, 2)
+    (silent, validated, on_purpose), (other, *_) = run_ranks(honest, 2)
     assert silent == other == [[]] * len(silent)
     assert [len(each) for each in validated] == [1, 0, 0]
     assert "as to validate on rank 0 alone, ignore this" in validated[0][0]
-    assert once == 1
+    assert on_purpose == []
 
 
 def alone(rank: int, ranks: int) -> Any:
