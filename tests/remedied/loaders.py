@@ -2,7 +2,7 @@
 
 from remedied import Met, Untried, met
 
-__all__ = ["KEPT", "OF_ITERATING", "OF_LOADERS", "OF_OPTIONS"]
+__all__ = ["KEPT", "OF_LOADERS", "OF_OPTIONS"]
 
 GROUP = "torch.distributed.init_process_group()"
 

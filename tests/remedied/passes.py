@@ -553,9 +553,7 @@ OF_STATES: list[Met] = [
         ),
     ),
     met(
-        "first = patch(streamed(18, splits=True, num_workers=2, batch_size=2), uneven='keep')\nbatches = iter(first)\nfor _ in range({}):\n    next(batches)\nloader_state(first)".format(
-            5
-        ),
+        f"first = patch(streamed(18, splits=True, num_workers=2, batch_size=2), uneven='keep')\nbatches = iter(first)\nfor _ in range({5}):\n    next(batches)\nloader_state(first)",
         "with uneven='keep' a worker has come to its end on some ranks and not on others",
         ("Use uneven='pad'", "'keep'", "'pad'"),
         ("'drop'", "'keep'", "'drop'", "range(5)", "range(4)"),

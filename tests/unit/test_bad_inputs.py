@@ -257,6 +257,10 @@ def test_the_command_line_explains_it(kind: type[Exception], capsys: pytest.Capt
 def test_the_command_is_in_the_help_and_refuses_what_it_cannot_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "explain" in CliRunner().invoke(commands, ["--help"]).stdout
     assert CliRunner().invoke(commands, ["explain", "StateError"]).stdout.startswith("StateError\n")
+    loaded(["explain", "--help"])()
+    shown = capsys.readouterr().out
+    assert shown.startswith("Usage: ddp-patch explain NAME\n")
+    assert "RankMismatchError" in shown
     for names in ([], ["KeyError"], ["WorldError", "StateError"]):
         with pytest.raises(SystemExit) as ended:
             loaded(["explain", *names])()

@@ -7,9 +7,8 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from importlib import import_module
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -18,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import ids
-from torch.utils.data import DataLoader
-from zoo import Source
 from remedied import UNMET, Met, Untried, is_of, left_over, remedies_in
 from remedied.audits import OF_AUDITS
 from remedied.loaders import OF_LOADERS, OF_OPTIONS
 from remedied.passes import OF_EVALUATING, OF_GATHERING, OF_PASSES, OF_STATES
 from remedied.ranks import OF_RANKS
 from remedied.samplers import OF_SAMPLERS
+from torch.utils.data import DataLoader
+from zoo import Source
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.auditing.commands import _costs
