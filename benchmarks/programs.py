@@ -775,8 +775,8 @@ def told_of(found: dict[str, Found], seed: int) -> str:
         f"Seed {seed}, 2 and 3 ranks. {faulty + told + later:,} faulty programs: {faulty:,} lost nothing, {told:,} "
         f"raised an error within the epoch (or warned, of unequal parts on purpose), {later:,} in the next, where a "
         "rank left its loop alone (until then, it may just have looked at a batch), or later, where ranks never met or "
-        "few samples were the same. None lost samples in silence. "
-        f"{honest:,} honest programs: none raised or warned, and none lost a sample."
+        "few samples were the same. None lost samples in silence; what goes unnoticed is not among them. "
+        f"{honest:,} honest programs: none raised or warned."
     )
 
 

@@ -116,6 +116,12 @@ def explain(names: Sequence[str]) -> None:
     page = next(path for path in (package / "errors.md", package.parent / "docs" / "errors.md") if path.exists())
     _, *sections = re.split(r"^### ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     by_name = {section.partition("\n")[0]: re.split(r"^## ", section, flags=re.MULTILINE)[0] for section in sections}
+    if {*names} & {"-h", "--help"}:
+        sys.stdout.write(
+            "Usage: ddp-patch explain NAME\n\nShow causes and remedies of an error or warning, by its name: "
+            f"{', '.join(by_name)}.\n"
+        )
+        return
     if len(names) != 1 or names[0] not in by_name:
         sys.stderr.write(
             f"ddp-patch explain was given {' '.join(names) or 'nothing'}, and explains one error or warning: "

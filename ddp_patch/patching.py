@@ -115,7 +115,7 @@ def patch_dataloader_to_ddp(
     After this call, ranks meet only in ``restore_loader``, in gathering and in weighing by ``weight_of``; where an
     epoch begins under a leader; and in steps with ``share="by_worker"``. Else they compare, through the process group's
     store, their passes over all loaders: epochs, numbers of batches, and what they drew. They wait for that only at the
-    end of a stream of unknown length: a second, or two steps if these take longer.
+    end of a stream of unknown length: 3 s, or two steps if these take longer.
 
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which

@@ -360,9 +360,9 @@ def require_same_samples(
         f"{AGREEING}: the datasets of {parties_text(by_value(prints))} have different {found}: they differ in "
         f"{', '.join(differing)}. Each rank would take a shard of its own part only, and the rest would be lost. Patch "
         "a loader of the whole dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with "
-        "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to have its own part, leave out a DistributedSampler, and say is_ddp_aware = True "
-        "in the dataset's class: its loader is left as it is. If only the content differs, order='seeded' does not "
-        "compare it."
+        "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to "
+        "have its own part, leave out a DistributedSampler, and say is_ddp_aware = True in the dataset's class: its "
+        "loader is left as it is. If only the content differs, order='seeded' does not compare it."
     )
 
 

@@ -194,14 +194,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ddp-patch run",
         usage="ddp-patch run [options] [torchrun's options] [-m] training_script ...",
-        description=DESCRIPTION,
+        description=f"{DESCRIPTION} Its own options come first, then torchrun's.",
         epilog=_EPILOG,
-        parents=[get_args_parser()],
+        parents=[_own_options(), get_args_parser()],
         add_help=False,  # torchrun's parser has it
         allow_abbrev=False,
     )
     parser.set_defaults(nproc_per_node=None)
-    ours = parser.add_argument_group("options of ddp-patch run")
+    return parser
+
+
+def _own_options() -> argparse.ArgumentParser:
+    """Return a parser of the options that torchrun does not have."""
+    ours = argparse.ArgumentParser(add_help=False)
     add: Callable[..., Any] = ours.add_argument
     add("-n", dest="nproc_per_node", metavar="N", help="Start so many ranks on this machine: --nproc-per-node.")
     add(
@@ -231,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="As one process: keep there what ranks other than 0 print and write.",
     )
-    return parser
+    return ours
 
 
 def _tell_on_stderr(stack: ExitStack) -> None:

@@ -1,11 +1,14 @@
 """Every remedy that a message names, tried literally on a program that meets the message.
 
-The modules here are tables of programs, as text, so that a page of them is read without the packages that they need. A
-program meets a message; the message's remedies are quoted word for word, and each is an edit of the program, which then
-runs without a message. The quotes are all that a message says from its first remedy on: whoever changes a message has
-to try it again here. What nobody can try as code says why.
+The files here are tables of such programs. A program meets a message, of which a row has some words (``!``). All that
+the message says from its first remedy on is quoted (``>``): whoever changes a message has to try it again here. Below a
+quote stands how the program follows it, to run without a message: by edits, by another program (``|``), or, where
+nobody can try that as code, why (``#``).
 
-    met("loader = patch(over(24), uneven='padd')", "uneven='padd' does not exist.", ("Pass one of these: 'pad'", "padd", "pad"))
+    loader = patch(over(), uneven='padd')
+    ! uneven='padd' does not exist
+    > Pass one of these: 'pad', 'drop', 'keep'
+      'padd' => 'pad'
 """
 
 import ast
@@ -20,7 +23,7 @@ from messages import REMEDY
 
 import ddp_patch
 
-__all__ = ["UNMET", "Met", "Untried", "is_of", "left_over", "met", "remedies_in"]
+__all__ = ["UNMET", "Met", "Untried", "is_of", "left_over", "remedies_in", "rows"]
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,25 @@ class Untried:
 
 # What no row meets: how the text begins, and why.
 _RANKS_END = "tests/ranks/test_faults_ranks.py ends ranks, and starts all again"
+_RESUMES = "a training with that framework: its tests in tests/integrations resume with other ranks, and with the same"
 UNMET = {
+    "Give the engine {'epoch'": _RESUMES,
+    "Pass a single one": "tests/integrations/test_lightning_callback.py",
+    "Take checkpoints with PatchDataLoaders and loaders that have a state_dict": _RESUMES,
+    "Use the number of ranks and the batch size of before": _RESUMES,
+    "Use the number of processes and the arguments of before": _RESUMES,
+    "Use the per_device_train_batch_size and gradient_accumulation_steps of before": _RESUMES,
+    "Use transformers 5": _RESUMES,
+    "Call manager": "tests/torchft, where torchft is",
+    "Make the Manager with use_async_quorum=False": "tests/torchft, where torchft is",
+    "Build the loader alike on every replica": "tests/torchft, where torchft is",
     "Give it several times for several loaders": "a help text: test_cli.py does so",
     "Patch loaders first": "a help text: test_cli.py does so",
     "Pass --traceback to see where": "test_cli.py does so",
     "Pass a Python file": "Python finds a loader for each file that ends in .py",
     "Split the dataset by torch": "test_audit.py has such a dataset, and the same split by its workers",
     "Use a version that docs/compatibility": "of torch: test_missing.py takes names away",
-    "Use a loader whose workers are processes": "in a worker: test_seeds.py has threads; patching refuses loaders that say so",
+    "Use a loader whose workers are processes": "test_seeds.py has threads; the patch refuses loaders that say so",
     "Look for the error of a rank that ended": _RANKS_END,
     "Look for what the missing ranks do instead": _RANKS_END,
     "Look for its error and start all ranks again": _RANKS_END,
@@ -68,24 +82,34 @@ class Met:
         return self.facts[:60]
 
 
-def met(program: str, facts: str, *remedies: tuple[str, ...] | tuple[str, Untried]) -> Met:
-    """Return a row of a table.
-
-    Args:
-        program: As in ``Met``.
-        facts: As in ``Met``.
-        remedies: A quote, then pairs of what is replaced in the program, and by what; a whole program; or ``Untried``.
-    """
-    return Met(program, facts, [(quote, _edited(program, edit)) for quote, *edit in remedies])
+def rows(name: str) -> list[Met]:
+    """Return the rows of a table."""
+    text = (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8")
+    return [_row(*re.split(r"^(?=[!>] )", row, flags=re.MULTILINE)) for row in text.rstrip("\n").split("\n\n")]
 
 
-def _edited(program: str, edit: Sequence[Any]) -> "str | Untried":
-    if len(edit) == 1:
-        return edit[0]  # type: ignore[no-any-return]
-    for old, new in zip(edit[::2], edit[1::2], strict=True):
-        assert old in program, f"{old} is not in {program}"
-        program = program.replace(old, new)
+def _row(program: str, facts: str, *remedies: str) -> Met:
+    told = [remedy.rstrip("\n").partition("\n") for remedy in remedies]
+    follows = [(quote[2:], _followed(program, lines.split("\n"))) for quote, _, lines in told]
+    return Met(program, _read(facts[2:].rstrip("\n")), follows)
+
+
+def _followed(program: str, lines: Sequence[str]) -> "str | Untried":
+    """Return the program that follows a remedy, as the lines below it say."""
+    kind, said = lines[0][:4], [line[4:] for line in lines]
+    if kind == "  # ":
+        return Untried(said[0])
+    if kind == "  | ":
+        return "\n".join(said)
+    for line in lines:
+        old, _, new = line[2:].partition(" =>")
+        assert _read(old) in program, f"{old} is not in {program}"
+        program = program.replace(_read(old), _read(new[1:]))
     return program
+
+
+def _read(text: str) -> str:
+    return text.replace("\\n", "\n")
 
 
 # ---- what messages say ----

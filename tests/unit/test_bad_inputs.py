@@ -189,16 +189,6 @@ def test_a_number_of_ranks_where_catalyst_has_it(wrapper: Any, name: str) -> Non
     assert list(wrapper([[0], [1]], False, num_replicas=2, rank=1)) == [[1]]
 
 
-def test_a_group_or_mesh_that_is_none() -> None:
-    with raises(InvalidOptionError, ("process_group='x'", "str", "ProcessGroup"), "torch.distributed.new_group()"):
-        alone(process_group="x")
-    with raises(InvalidOptionError, ("device_mesh=3", "int", "DeviceMesh"), "init_device_mesh()"):
-        alone(device_mesh=3)
-    group: Any = torch.distributed.ProcessGroup.__new__(torch.distributed.ProcessGroup)
-    with raises(WorldError, ("process_group", "none is initialised"), "torch.distributed.init_process_group()"):
-        alone(process_group=group)
-
-
 # Every error and warning ends with the command that shows its section of docs/errors.md, and has that section.
 
 CLASSES = [value for name in errors.__all__ if isinstance(value := getattr(errors, name), type)]
@@ -257,6 +247,10 @@ def test_the_command_line_explains_it(kind: type[Exception], capsys: pytest.Capt
 def test_the_command_is_in_the_help_and_refuses_what_it_cannot_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "explain" in CliRunner().invoke(commands, ["--help"]).stdout
     assert CliRunner().invoke(commands, ["explain", "StateError"]).stdout.startswith("StateError\n")
+    loaded(["explain", "--help"])()
+    shown = capsys.readouterr().out
+    assert shown.startswith("Usage: ddp-patch explain NAME\n")
+    assert "RankMismatchError" in shown
     for names in ([], ["KeyError"], ["WorldError", "StateError"]):
         with pytest.raises(SystemExit) as ended:
             loaded(["explain", *names])()

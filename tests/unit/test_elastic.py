@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from repeaters import MultiEpochs
-from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
-from zoo import Indices
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from ddp_patch import patch_dataloader_to_ddp, restore_loader
 from ddp_patch.elastic import ElasticLoader
-from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import StateError
 
 
 def loader_of(data: Any, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
@@ -19,31 +17,6 @@ def loader_of(data: Any, batch_size: int = 1, **options: Any) -> DataLoader[Any]
 
 def of(n: int = 12, size: int = 2, **options: Any) -> ElasticLoader[Any]:
     return ElasticLoader(loader_of(range(n), size), **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"share": "by_worker"}, "the dataset splits itself over all workers, whose number would change"),
-        ({"uneven": "keep"}, "in an epoch's last step some would have no batch"),
-        ({"layout": "contiguous"}, "the runs follow from how many they are"),
-        ({"order": "leader"}, "leader"),
-    ],
-)
-def test_options_that_cannot_be_kept_are_refused(options: Any, why: str) -> None:
-    with pytest.raises(InvalidOptionError, match=why):
-        of(**options)
-
-
-def test_a_loader_that_is_sharded_already_is_refused() -> None:
-    loader = loader_of(range(8), sampler=DistributedSampler(Indices(8), 2, 0))
-    with pytest.raises(AlreadyPatchedError, match="sharded already, by a DistributedSampler, for a number of replicas"):
-        ElasticLoader(loader)
-
-
-def test_a_loader_with_one_iterator_for_all_epochs_is_refused() -> None:
-    with pytest.raises(UnsupportedLoaderError, match="has one iterator for all epochs"):
-        ElasticLoader(MultiEpochs(Indices(8)))
 
 
 @pytest.mark.parametrize("make", [list, SubsetRandomSampler, lambda rows: iter([*rows])])
@@ -77,12 +50,6 @@ def test_what_is_less_than_a_step_is_left_out_as_drop_last_says() -> None:
     assert loader.batch(1, 0, 1)[0].tolist() == [2, 3]
     assert loader.epoch(2) == 1
     assert loader.batch(1, 1, 3)[0].tolist() == [1, 4]  # three samples are left: no step of three replicas
-
-
-@pytest.mark.parametrize("n", [0, 5])
-def test_an_epoch_without_a_step_for_so_many_is_refused(n: int) -> None:
-    with pytest.raises(NoStepsError):
-        ElasticLoader(loader_of(range(n), 2, drop_last=True)).batch(0, 0, 5)
 
 
 def test_another_loaders_position_is_refused() -> None:

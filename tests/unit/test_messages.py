@@ -4,66 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-from messages import Words, assert_tells, raises
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
-from zoo import Broken, Indices, N, Source, as_it_is, loader
+from messages import assert_tells, raises
+from torch.utils.data import DataLoader
+from zoo import Broken, Indices, N, Source, loader
 
-from ddp_patch import DDPSamplerWrapper, assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.errors import (
     InvalidOptionError,
     NotALoaderError,
     NotPatchedError,
     StreamLengthError,
     UnsupportedLoaderError,
-    WorldError,
 )
 
 EXPLICIT: dict[str, Any] = {"rank": 0, "num_replicas": 2}
-
-PAIR = ("rank=", "num_replicas=")
-WHOLE = ("int", "None", "torch.initial_seed()")
-OPTIONS: list[tuple[dict[str, Any], Words, Words]] = [
-    ({"uneven": "padd"}, "uneven='padd'", ("'pad'", "'drop'", "'keep'")),
-    ({"order": ["seeded"]}, "order=['seeded']", ("'auto'", "'seeded'", "'leader'")),
-    ({"seed": -1}, ("seed=-1", "0"), WHOLE),
-    ({"rank": 1, "num_replicas": None}, ("rank=1", "num_replicas"), ("both", "process group")),
-    ({"rank": None, "num_replicas": 2}, ("num_replicas=2", "rank"), ("both", "process group")),
-    ({"rank": 2, "num_replicas": 2}, ("rank=2", "num_replicas=2", "0", "1"), ("rank", "group")),
-    ({"rank": 0, "num_replicas": 0}, "num_replicas=0", ("number of ranks", "1")),
-    ({"rank": 0.0, "num_replicas": 2}, ("rank=0.0", "float"), "whole number"),
-    ({"rank": 0, "num_replicas": "2"}, ("num_replicas='2'", "str"), "whole number"),
-    ({"process_group": "dp"}, ("2 ways", "rank=", "process_group="), "one"),
-    ({"order": "leader"}, ("order='leader'", *PAIR), "torch.distributed.init_process_group()"),
-    ({"timeout": 0}, ("timeout=0", "seconds", "0.001", "1e+08"), "Pass a number"),
-]
-
-
-@pytest.mark.parametrize(("options", "facts", "remedy"), OPTIONS, ids=lambda value: str(value)[:30])
-def test_options(options: dict[str, Any], facts: Words, remedy: Words) -> None:
-    with raises(InvalidOptionError, facts, remedy) as of_the_patch:
-        patch_dataloader_to_ddp(loader(), **(EXPLICIT | options))
-    with raises(InvalidOptionError, facts, remedy) as of_the_wrapper:
-        DDPSamplerWrapper(range(3), **(EXPLICIT | options))
-    assert str(of_the_patch.value) == str(of_the_wrapper.value)
-
-
-OF_STREAMS: list[tuple[dict[str, Any], Words, Words]] = [
-    (
-        {"uneven": "drop", "share": "by_worker"},
-        ("uneven='drop'", "share='by_worker'", "Source", "rank=", "unequal steps"),
-        ("uneven='keep'", "torch.distributed.init_process_group()"),
-    ),
-    ({"order": "leader"}, ("order='leader'", "Source", "indices"), "order='seeded'"),
-    ({"share": "by_node"}, "share='by_node'", ("'auto'", "'by_worker'")),
-]
-
-
-@pytest.mark.parametrize(("options", "facts", "remedy"), OF_STREAMS)
-def test_an_iterable_dataset_with_an_option_that_cannot_hold(
-    options: dict[str, Any], facts: Words, remedy: Words
-) -> None:
-    with raises(InvalidOptionError, facts, remedy):
-        patch_dataloader_to_ddp(DataLoader(Source()), **EXPLICIT, **options)
 
 
 class SplitStream(Source):
@@ -105,44 +59,6 @@ def test_a_loader_that_runs_an_iterator_of_its_own(kind: type[BegunWhenMade]) ->
     remedy = (f"{kind.__name__}(dataset, sampler=DDPSamplerWrapper(sampler, False)", "persistent_workers=True")
     with raises(UnsupportedLoaderError, (kind.__name__, "when it is made", "'running'"), remedy):
         patch_dataloader_to_ddp(kind(Indices(), 4), **EXPLICIT)
-
-
-def test_the_remedy_for_it_works() -> None:
-    given: list[int] = []
-    for rank in range(2):
-        sampler = DDPSamplerWrapper(RandomSampler(Indices()), False, rank=rank, num_replicas=2, seed=3)
-        sharded = BegunWhenMade(Indices(), 4, sampler=sampler, collate_fn=as_it_is)
-        assert check_loaders_is_patched(sharded)
-        given += [item for batch in sharded for item in batch]
-    assert set(given) == set(range(N))
-    assert len(given) == 24
-
-
-class Uncopyable(DataLoader[Any]):
-    def __copy__(self) -> Any:
-        raise TypeError("there is one of each")
-
-
-class Computed(DataLoader[Any]):
-    @property
-    def batch_sampler(self) -> Any:
-        return BatchSampler(SequentialSampler(Indices()), 3, drop_last=False)
-
-    @batch_sampler.setter
-    def batch_sampler(self, value: Any) -> None: ...
-
-
-def test_a_loader_that_forbids_copying() -> None:
-    facts = ("Uncopyable", "copying", "TypeError: there is one of each")
-    with raises(UnsupportedLoaderError, facts, ("__copy__", "__reduce_ex__", "DDPSamplerWrapper")):
-        patch_dataloader_to_ddp(Uncopyable(Indices()), **EXPLICIT)
-    with raises(UnsupportedLoaderError, ("Computed", "'batch_sampler'"), ("DataLoader", "DDPSamplerWrapper")):
-        patch_dataloader_to_ddp(Computed(Indices()), **EXPLICIT)
-
-
-def test_a_wrapper_without_a_world() -> None:
-    with raises(WorldError, "DDPSamplerWrapper", ("torch.distributed.init_process_group()", *PAIR)):
-        DDPSamplerWrapper(range(3))
 
 
 def test_the_guard_names_each_offender_by_its_place() -> None:

@@ -7,9 +7,8 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from importlib import import_module
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -18,14 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import ids
+from remedied import UNMET, Met, Untried, is_of, left_over, remedies_in, rows
 from torch.utils.data import DataLoader
 from zoo import Source
-from remedied import UNMET, Met, Untried, is_of, left_over, remedies_in
-from remedied.audits import OF_AUDITS
-from remedied.loaders import OF_LOADERS, OF_OPTIONS
-from remedied.passes import OF_EVALUATING, OF_GATHERING, OF_PASSES, OF_STATES
-from remedied.ranks import OF_RANKS
-from remedied.samplers import OF_SAMPLERS
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.auditing.commands import _costs
@@ -63,7 +57,33 @@ NAMES |= {name: NAMES[whole] for name, whole in SHORT.items()} | {"nan": float("
 
 NAMES.pop("loader")  # what a program calls the one that it iterates
 
-TABLES = (OF_AUDITS, OF_RANKS, OF_EVALUATING, OF_GATHERING, OF_PASSES, OF_STATES, OF_LOADERS, OF_OPTIONS, OF_SAMPLERS)
+# Every whole number that a sampler takes: a call, and the least one.
+WHOLES = {
+    "Weighted([0, 1], [1, 1], {})": 1,
+    "Weighted.n_per_class([0, 1], {})": 1,
+    "Weighted([0, 1], [1, 1], 3, seed={})": 0,
+    "Weighted([0, 1], [1, 1], 3).set_epoch({})": 0,
+    "PK(LABELS, {}, 2)": 1,
+    "PK(LABELS, 2, {})": 1,
+    "PK(LABELS, 2, 2, num_batches={})": 1,
+    "Lengths([1], max_tokens={})": 1,
+    "Lengths([3], batch_size={})": 1,
+    "WindowSampler({}, 1)": 1,
+    "WindowSampler(10, {})": 1,
+    "WindowSampler(10, 3, {})": 1,
+    "Scalable({})": 0,
+    "Grouped([0, 1], [0, 0], {})": 1,
+    "Iterations([[0]], {})": 1,
+    "Iterations([[0]], 5, {})": 0,
+    "Iterations([[0]], 5).set_epoch({})": 0,
+}
+OF_WHOLES = [
+    Met(call.format(odd), f"is not a whole number of at least {least}", [("Pass such an int", call.format(least))])
+    for call, least in WHOLES.items()
+    for odd in (least - 1, "3.0", "True", "torch.tensor(2.5)")
+]
+HERE = [*chain.from_iterable(map(rows, ("audits", "loaders", "passes", "samplers"))), *OF_WHOLES]
+ELSEWHERE = [*rows("ranks"), *rows("packages")]  # tests/ranks and tests/integrations run these
 
 
 class OneRank(Exception):  # noqa: N818 - no error
@@ -123,7 +143,7 @@ def run(program: str) -> tuple[str, list[int] | None, list[int]]:
     return "", given, list(names.get("due", range(24)))
 
 
-@pytest.mark.parametrize("row", [*chain.from_iterable(table for table in TABLES if table is not OF_RANKS)], ids=str)
+@pytest.mark.parametrize("row", HERE, ids=str)
 def test_remedies(row: Met) -> None:
     message, _, _ = run(row.program)
     assert message, "the program meets no message"
@@ -137,12 +157,11 @@ def test_remedies(row: Met) -> None:
 
 
 def test_each_remedy_of_the_package_is_in_a_table() -> None:
-    rows = [row for table in TABLES for row in table]
     forgotten, unmet = {}, {*UNMET}
     for place, facts, begins in remedies_in():
         if begins.strip() in UNMET:
             unmet.discard(begins.strip())
-        elif not any(is_of(row, facts, begins) for row in rows):
+        elif not any(is_of(row, facts, begins) for row in [*HERE, *ELSEWHERE]):
             forgotten[place] = begins
     assert not unmet, "no text begins so"
     assert not forgotten, "\n".join(f"{place}: {begins}" for place, begins in forgotten.items())
