@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
 
-__all__ = ["Network", "Node", "Program", "network", "of_nodes", "wait_for"]
+__all__ = ["Network", "Node", "Program", "network", "of_nodes", "wait_for", "with_path"]
 
 LIMIT_S = 240.0  # after which a test fails
 _EXISTS_S = 900  # after which a node is gone, whatever still runs there
@@ -163,6 +163,11 @@ def of_nodes(size: int, ranks: int = 1) -> list[str]:
     """Return the options that start so many ranks on each of so many nodes, of which node-a is one."""
     options = {"nnodes": size, "nproc-per-node": ranks, "rdzv-id": "my-job", "rdzv-backend": "c10d"}
     return [f"--{name}={value}" for name, value in {**options, "rdzv-endpoint": f"node-a:{_PORT}"}.items()]
+
+
+def with_path(folder: Path) -> str:
+    """Return where Python looks for modules: in a folder, too."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What the pages show runs on several nodes as it stands, and prints what one node prints."""
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from documented import CHECKOUT
-from network import Program, network, of_nodes, wait_for
+from network import Program, network, of_nodes, wait_for, with_path
 
 EXAMPLES = CHECKOUT / "docs" / "examples"
 SETTINGS: dict[str, Any] = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
@@ -22,11 +21,6 @@ def printed(programs: list[Program]) -> str:
         assert program.wait() == 0, program.output
     (found,) = [told for program in programs if (told := lines_of(program))]
     return found
-
-
-def with_path(folder: Path) -> str:
-    """Return where Python looks for modules: in a folder, too."""
-    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
 
 
 def lines_of(program: Program) -> str:

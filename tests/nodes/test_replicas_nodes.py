@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from documented import CHECKOUT
-from network import Node, Program, network, wait_for
+from network import Node, Program, network, wait_for, with_path
 
-SCRIPT = CHECKOUT / "docs" / "examples" / "frameworks" / "torchft_replicas.py"
+EXAMPLES = CHECKOUT / "docs" / "examples" / "frameworks"
+SCRIPT = Path(__file__).parent / "programs" / "slow_replica.py"
 LIGHTHOUSE: list[object] = ["torchft_lighthouse", "--bind", "[::]:29510", "--min_replicas", 2, "--quorum_tick_ms", 20]
 LIGHTHOUSE += ["--join_timeout_ms", 1000, "--heartbeat_timeout_ms", 1000]
 
@@ -22,7 +23,7 @@ def steps(folder: Path, name: str) -> int:
 
 
 def test_a_node_fails_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in (SCRIPT.parent, CHECKOUT / "benchmarks"):
+    for folder in (EXAMPLES, CHECKOUT / "benchmarks"):
         monkeypatch.syspath_prepend(folder)
     replicas: Any = import_module("replicas")  # which reads the replicas' logs
     with network(tmp_path, 3) as net:
@@ -31,7 +32,7 @@ def test_a_node_fails_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
         def start(node: Node) -> Program:
             where = ["--master-addr", node.name, "--master-port", 29601]
             command = ["torchrun", "--nproc-per-node", 1, *where, SCRIPT, net.shared, node.name]
-            return node.start(*command, TORCHFT_LIGHTHOUSE="http://node-a:29510")
+            return node.start(*command, TORCHFT_LIGHTHOUSE="http://node-a:29510", PYTHONPATH=with_path(EXAMPLES))
 
         programs = [start(node) for node in net.nodes]
 
