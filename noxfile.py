@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import nox
@@ -11,7 +12,7 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests", "lint", "types"]
 
 INTEGRATIONS = ["tests/integrations", "docs/recipes.md", "docs/streams.md"]  # what needs other packages
-WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in [*INTEGRATIONS, "tests/torchft"]]
+WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in [*INTEGRATIONS, "tests/torchft", "tests/nodes"]]
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # The lowest versions that the package says it works with, and the newest Python.
@@ -148,6 +149,22 @@ def torchft(session: nox.Session) -> None:
     run_tests(session, "tests/torchft")
     environment = {"PYTHONPATH": "docs/examples/frameworks", "OMP_NUM_THREADS": "1"}
     session.run("python", "-W", "ignore", "benchmarks/replicas.py", *session.posargs, env=environment)
+
+
+@nox.session(requires=["package"])
+def nodes(session: nox.Session) -> None:
+    """Train on two and three nodes, made of network namespaces, for ``docs/gpu.md``; arguments go to pytest.
+
+    Skipped without root, or where this machine lets nobody make namespaces.
+    """
+    if missing := [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]:
+        session.skip(f"there is no {', no '.join(missing)} here; Debian's packages are iproute2 and util-linux")
+    if os.geteuid():
+        session.skip("only root may make network namespaces")
+    if subprocess.run(["unshare", "--net", "--pid", "--mount", "--fork", "true"], check=False).returncode:  # noqa: S607
+        session.skip("root may not make namespaces here, as in a container without the capability SYS_ADMIN")
+    install_wheel(session, "integrations,torchft")
+    run_tests(session, "tests/nodes", "-n", "2", *session.posargs)  # each test starts ranks on two or three nodes
 
 
 @nox.session(requires=["package"])

@@ -2,7 +2,8 @@
 
 Start ``torchft_lighthouse --min_replicas 2`` once, and in the environment of each replica set ``TORCHFT_LIGHTHOUSE`` to
 its address. Start each with a port of its own, as often as you like: ``torchrun --nproc-per-node 1 --master-port 29601
-torchft_replicas.py FOLDER NAME``. Files in the folder tell which samples each replica took at each step.
+torchft_replicas.py FOLDER NAME``. On several nodes, add ``--master-addr $(hostname)``: the others need an address by
+which they reach this replica. Files in the folder tell which samples each replica took at each step.
 """
 
 import json
