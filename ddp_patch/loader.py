@@ -177,7 +177,8 @@ class OwnMethods:
                 return self._repeated.begin_anew(loader)
             if passes is not None and self._is_torchs and passes.begins_at_end:
                 return EmptyIterator(loader, passes, reaches_loop=self._counts)
-            counting = nullcontext() if passes is None else passes.counting(self._counts)
+            counts = self._counts and (self._is_torchs or self._batches_of is not None)
+            counting = nullcontext() if passes is None else passes.counting(counts)
             with counting, self._collating(loader), self._noting(loader) as noted:
                 # The class's method, because the loader's own attribute of that name is this one.
                 iterator = getattr(self._kind, MAKE_ITERATOR)(loader)
