@@ -145,7 +145,8 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], step: int |
         return own.whole(own.header[None], [own.data])
     ranks, timeout = agreed.world.peer_ranks(operation), agreed.options.timeout
     with _kept_group(ranks, timeout) as group:
-        came = group.all_gather(GATHERING, own.header.view(np.uint8), [own.header.nbytes] * len(ranks), timeout)
+        sizes = [own.header.nbytes] * len(ranks)
+        came = group.all_gather(GATHERING, own.header.view(np.uint8), sizes, timeout, meets=True)
         headers = np.stack([header.view(np.int64) for header in came])
         if not are_alike(headers):
             exchange(ranks, GATHERING, own.said(), judge, timeout)

@@ -39,6 +39,11 @@ Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 # Tags of messages: what is sent, and nothing.
 _DATA, _NOTHING = 0, 2**30
 
+# In gloo's text of a rank that waited in vain. Others meet broken connections.
+_TIMED_OUT = "Timed out"
+# What a rank says of itself where a connection fails: it waited in vain; or it came, and found it broken.
+_IN_VAIN, _BROKEN = "in vain", "broken"
+
 # How long the last row of a pass may be on its way: others may come to their end much later.
 _LAST_ROW_S = 86_400.0
 
@@ -103,7 +108,9 @@ class Group:
         self._connected.add(index)
         return self._open.recv([into], index, _DATA)
 
-    def all_gather(self, doing: str, own: Bytes, sizes: Sequence[int], timeout: float) -> list[Bytes]:
+    def all_gather(
+        self, doing: str, own: Bytes, sizes: Sequence[int], timeout: float, *, meets: bool = False
+    ) -> list[Bytes]:
         """Return every rank's bytes on every rank, in log2 W rounds.
 
         Args:
@@ -111,6 +118,8 @@ class Group:
             own: This rank's.
             sizes: How many bytes each rank has.
             timeout: How many seconds to wait in a round.
+            meets: Whether it begins what the ranks do: who finds connections broken then, of ranks that waited in
+                vain, has come too late.
 
         Raises:
             RankMismatchError: A rank has failed.
@@ -127,9 +136,10 @@ class Group:
         while have < ranks:
             more = min(have, ranks - have)
             sent, came = held[: ends[more]], held[ends[have] : ends[have + more]]
-            with self.explained(doing):
+            with self.explained(doing, meets=meets and have == 1):
                 works = [self.receive(came, (self.index + have) % ranks)] if len(came) else []
                 works += [self.send(sent, (self.index - have) % ranks)] if len(sent) else []
+            with self.explained(doing):
                 for work in works:
                     work.wait(timedelta(seconds=timeout))
             have += more
@@ -137,26 +147,30 @@ class Group:
         return [*blocks[ranks - self.index :], *blocks[: ranks - self.index]]
 
     @contextmanager
-    def explained(self, doing: str) -> Iterator[None]:
-        """Raise an error of ours where a connection fails, and break all others."""
+    def explained(self, doing: str, *, meets: bool = False) -> Iterator[None]:
+        """Raise an error of ours where a connection fails, and break all others; see ``all_gather`` for ``meets``."""
         try:
             yield
         except RuntimeError as error:  # what gloo raises
-            failure = self._failure(doing, error)
+            failure = self._failure(doing, error, meets=meets)
             self.close()
             raise failure from error
 
-    def _failure(self, doing: str, error: RuntimeError) -> DDPPatchError:
-        """Return the error of a connection that failed: why the first rank failed, or which ones say nothing."""
+    def _failure(self, doing: str, error: RuntimeError, *, meets: bool) -> DDPPatchError:
+        """Return the error of a connection that failed: why the first rank failed, or who came late or says nothing."""
         store, here, until = self._store, f"{self._words}/here", monotonic() + MARGIN_S
         with store_reached(doing):
             self._has_said = True
-            store.set(f"{here}/{self.ranks[self.index]}", "")
+            met = _IN_VAIN if _TIMED_OUT in f"{error}" else _BROKEN if meets else ""
+            store.set(f"{here}/{self.ranks[self.index]}", met)
             count = store.add(here, 1)
             while not store.check([self._words]):
                 if count == len(self.ranks) or monotonic() > until:
-                    missing = [rank for rank in self.ranks if not store.check([f"{here}/{rank}"])]
-                    return _unreachable(doing, self.ranks, f"{error}", missing)
+                    keys = {rank: f"{here}/{rank}" for rank in self.ranks if store.check([f"{here}/{rank}"])}
+                    all_met = {rank: store.get(key).decode() for rank, key in keys.items()}
+                    late = [rank for rank, met in all_met.items() if met == _BROKEN and _IN_VAIN in all_met.values()]
+                    missing = [rank for rank in self.ranks if rank not in all_met]
+                    return _unreachable(doing, self.ranks, f"{error}", missing, late)
                 sleep(_AGAIN_S)
                 count = store.add(here, 0)
             rank, why = json.loads(store.get(self._words))
@@ -182,7 +196,7 @@ class Group:
         try:
             self._gloo.recv([torch.empty(1)], index, _NOTHING).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
-            return "Timed out" in str(error)
+            return _TIMED_OUT in str(error)
         return False
 
 
@@ -229,13 +243,20 @@ def made_group(members: Sequence[int], purpose: Literal["rows", "steps"], doing:
     return group
 
 
-def _unreachable(doing: str, ranks: Sequence[int], why: str, missing: Sequence[int] = ()) -> MissingRanksError:
-    """Return the error of a connection that failed; of some that are missing, if that is known."""
-    who = f"{ranks_text(missing)} of {list(ranks)} did not come, or ended" if missing else f"{ranks_text(ranks)} failed"
+def _unreachable(
+    doing: str, ranks: Sequence[int], why: str, missing: Sequence[int] = (), late: Sequence[int] = ()
+) -> MissingRanksError:
+    """Return the error of a connection that failed; of ranks that are missing or came late, if that is known."""
+    told = [f"{ranks_text(missing)} of {list(ranks)} did not come, or ended"] if missing else []
+    told += (
+        [f"{ranks_text(late)} of {list(ranks)} came after another rank had waited in vain, as long as timeout= says"]
+        if late
+        else []
+    )
+    who = "; ".join(told) or f"the connection between {ranks_text(ranks)} failed ({why})"
     return MissingRanksError(
-        f"{doing}: {'' if missing else 'the connection between '}{who} ({why}). Look for the error of a rank that "
-        "ended, or for what it does instead. If there is none, pass a longer timeout=, or name the network interface "
-        "by which the ranks reach each other in GLOO_SOCKET_IFNAME."
+        f"{doing}: {who}. Look for the error of a rank that ended, or for what it does instead. If there is none, pass "
+        "a longer timeout=, or name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
     )
 
 

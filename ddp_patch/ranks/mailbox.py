@@ -1,5 +1,6 @@
 """Mailboxes in the process group's store, in which ranks leave each other records. Nobody waits for one."""
 
+import warnings
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -10,7 +11,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store
-from ddp_patch.errors import RankMismatchError, WorldError
+from ddp_patch.errors import DDPPatchWarning, RankMismatchError, WorldError
 from ddp_patch.ranks.exchange import digest
 
 __all__ = ["Mailbox", "agreed_mailbox", "mailbox_of_explicit_world", "unwatched"]
@@ -43,6 +44,9 @@ class Mailbox:
         members: The global ranks of all of them.
         keys: What this rank has left there already.
         read_one_stream: Whether all shard one stream: a process group may contain several explicit worlds.
+
+    Attributes:
+        has_failed: Whether the store has failed, and has answered nothing since. The first time is warned of.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Mailbox:
         self._key = key
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
+        self.has_failed: bool = False
+        self._has_warned = False
         self._left: dict[str, str] = {}
         self._place, self._turn = members.index(rank), 0
         self._keys = {*keys}  # all that this rank has left
@@ -119,8 +125,8 @@ class Mailbox:
         try:
             if store is not None:
                 store.set(key, value)
-        except _STORE_ERRORS:
-            self._store = None
+        except _STORE_ERRORS as error:
+            self._fail(error)
 
     def _value(self, key: str) -> bytes | None:
         """Return what is left under a key now; None if nothing is. Whoever asks a store to get that would wait."""
@@ -128,13 +134,30 @@ class Mailbox:
         return None if value == _NEVER else value
 
     def _asked(self, operation: str, *arguments: Any) -> Any:
-        """Return what the store answers; None if it is gone."""
-        store = self._open_store()
+        """Return what the store answers; None if it is gone or fails."""
+        if (store := self._open_store()) is None:
+            return None
         try:
-            return None if store is None else getattr(store, operation)(*arguments)
-        except _STORE_ERRORS:
-            self._store = None
-        return None
+            answer = getattr(store, operation)(*arguments)
+        except _STORE_ERRORS as error:
+            self._fail(error)
+            return None
+        self.has_failed = False
+        return answer
+
+    def _fail(self, error: Exception) -> None:
+        """Note that the store failed, and warn the first time; what was left may not be there."""
+        self.has_failed = True
+        self._left.clear()
+        if self.is_open and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "The ranks cannot compare their passes over a loader now, because the process group's store failed "
+                f"({type(error).__name__}: {error}). They go on, and compare again once it answers. If it does not, "
+                "look for the rank or the network that is gone.",
+                DDPPatchWarning,
+                stacklevel=2,
+            )
 
     def _open_store(self) -> Any:
         """Return the store, or None if it is gone."""

@@ -267,7 +267,8 @@ class PassMonitor:
         self.settle()
         times = _TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST
         began_s = perf_counter()
-        if self._comparisons >= _FREE and began_s - self._ended_s < times * self._cost_s:
+        is_limited = self._comparisons >= _FREE or self.mailbox.has_failed  # it may have been waited for
+        if is_limited and began_s - self._ended_s < times * self._cost_s:
             return
         self._exchange(self.mailbox)
         self._ended_s = perf_counter()
@@ -368,7 +369,8 @@ class PassMonitor:
         until_s = monotonic() + min(max(_MOMENT_S, _STEPS * step_s), _MOST_S)
         while mailbox.left(f"given/{more % _SLOTS}") != self._step(begun, more):
             # All that have come to their ends: then nobody is given more.
-            if ended >= self._ends * len(mailbox.members) or not mailbox.is_open or monotonic() > until_s:
+            is_heard = mailbox.is_open and not mailbox.has_failed
+            if ended >= self._ends * len(mailbox.members) or not is_heard or monotonic() > until_s:
                 return
             sleep(_AGAIN_S)
             ended = mailbox.count("ended", 0)

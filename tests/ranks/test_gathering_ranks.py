@@ -1,5 +1,6 @@
 """Real gloo ranks, each seeded differently, that gather their outputs: every rank has what one process would have."""
 
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -280,6 +281,28 @@ def test_a_rank_that_leaves_the_loop_alone_is_missed_in_the_next_step() -> None:
     first, _, last = run_ranks(leaving, 3)
     for said in (first, last):
         assert_tells(said, ("Gathering outputs", "rank 1 of [0, 1, 2] did not come"), "timeout=")
+
+
+def late_at_the_second_meeting(rank: int, world_size: int, late: int, by_s: float) -> str:
+    """All have gathered once; then one rank takes longer than the others wait for it."""
+    given = patched("sequential", rank, timeout=2)
+    gather_in_order(outputs_of(given), given)
+    own = outputs_of(given)
+    time.sleep(by_s if rank == late else 0)
+    with pytest.raises(MissingRanksError) as missing:
+        gather_in_order(own, given)
+    return str(missing.value)
+
+
+@pytest.mark.parametrize(("world_size", "late"), [(2, 0), (3, 2)])
+def test_a_rank_that_comes_late_to_a_second_meeting_is_named_to_all(world_size: int, late: int) -> None:
+    who = f"rank {late} of {[*range(world_size)]}"
+    for said in run_ranks(late_at_the_second_meeting, world_size, late, 4.0):
+        assert_tells(said, ("Gathering outputs", f"{who} came after another rank had waited in vain"), "timeout=")
+        assert "remote worker" not in said
+    for rank, said in enumerate(run_ranks(late_at_the_second_meeting, world_size, late, 12.0)):
+        assert_tells(said, f"{who} {'came after' if rank == late else 'did not come, or ended'}", "timeout=")
+        assert "remote worker" not in said
 
 
 def test_ranks_that_fail_or_do_not_come_are_missed() -> None:

@@ -1,0 +1,61 @@
+"""Real ranks whose store fails for a while: told once, and compared again when it answers."""
+
+import warnings
+from typing import Any
+
+import pytest
+from quick import run_ranks
+from torch.utils.data import DataLoader
+from zoo import Indices
+
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import DDPPatchWarning, RankMismatchError
+from ddp_patch.ranks import mailbox
+
+
+class Failing:
+    """A store that fails while nobody has mended it."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.fails, self.asked = store, False, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if self.fails:
+            self.asked += 1
+            raise RuntimeError("Broken pipe")
+        return getattr(self.store, name)
+
+
+def read_on(loader: Any) -> None:
+    for _ in range(20):
+        list(loader)
+
+
+def in_an_outage(rank: int, ranks: int) -> Any:
+    """In the second epoch no rank's store answers; after the third, rank 1 chooses an epoch of its own."""
+    module: Any = mailbox
+    store = Failing(module.default_store())
+    module.default_store = lambda: store
+    loader: Any = patch_dataloader_to_ddp(DataLoader(Indices(), batch_size=2, shuffle=True))
+    told: list[str] = []
+    for epoch in range(3):
+        store.fails = epoch == 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert list(loader)
+        assert all(one.category is DDPPatchWarning for one in caught)
+        told += [f"{epoch}: {one.message}" for one in caught]
+    if rank == 1:
+        loader.set_epoch(7)
+    with pytest.raises(RankMismatchError, match="epoch") as found:
+        read_on(loader)
+    return told, store.asked > 1, str(found.value)
+
+
+def test_a_store_that_fails_for_an_epoch_is_told_once_and_asked_again() -> None:
+    for told, is_asked_again, found in run_ranks(in_an_outage, 2):
+        (text,) = told
+        assert text.startswith("1: The ranks cannot compare their passes over a loader now")
+        assert "RuntimeError: Broken pipe" in text
+        assert is_asked_again
+        assert "epoch 7" in found
