@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from jobs import ids
 from remedied import UNMET, Met, Untried, is_of, left_over, remedies_in, rows
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch documents it
 from torch.utils.data import DataLoader
 from zoo import Source
 
@@ -93,7 +94,7 @@ class OneRank(Exception):  # noqa: N818 - no error
 def group(rank: int) -> None:
     if rank > 0:
         raise OneRank
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
 def over(n: int = 24, **options: Any) -> DataLoader[Any]:
