@@ -16,8 +16,8 @@ from time import monotonic, sleep
 
 __all__ = ["Network", "Node", "Program", "network", "of_nodes", "wait_for", "with_path"]
 
-LIMIT_S = 240.0  # after which a test fails
-_EXISTS_S = 900  # after which a node is gone, whatever still runs there
+LIMIT_S = 300.0  # after which a test fails
+_EXISTS_S = 1500  # after which a node is gone, whatever still runs there
 _PORT = 29500  # each node has all ports
 _UNSHARED = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 _ENTERED = ["--net", "--uts", "--ipc", "--mount", "--pid"]
