@@ -220,7 +220,8 @@ class OwnMethods:
 
         loader = self.loader()
         if (trainer := lightning_trainer_that_saves()) is None:
-            return state_or_reason(loader, partial(state_on_this_rank, loader))
+            take = state_on_this_rank if self._kind is type(loader) else self._state_as_torchdatas
+            return state_or_reason(loader, partial(take, loader))
         # By itself Lightning begins the next epoch where one has ended. With the callback, it saves other states.
         take = partial(self._state_for_lightning, loader)
         return state_or_reason(loader, take, warns=not any(map(saves_positions, trainer.callbacks)))
@@ -236,6 +237,13 @@ class OwnMethods:
         from ddp_patch.resume import resume_loader  # as above
 
         resume_loader(self.loader(), state_dict, counts_rest=False)
+
+    def _state_as_torchdatas(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """Return the loader's state as torchdata has it: of the next epoch, once the loop has seen the end of one."""
+        from ddp_patch.resume import state_on_this_rank  # as above
+
+        state, current = state_on_this_rank(loader), None if self._passes is None else self._passes.current
+        return begin_next_epoch(state) if current is not None and current.state is State.ENDED else state
 
     def _state_for_lightning(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Return the loader's state; refuse one within an epoch if there is no len(): Lightning is a batch ahead."""

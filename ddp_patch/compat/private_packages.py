@@ -271,7 +271,7 @@ def lightning_trainer_that_saves() -> Any:
     for _ in range(8):
         if frame is None:
             return None
-        own = frame.f_locals.get("self")
+        own: Any = frame.f_locals.get("self")
         is_saving = frame.f_code.co_name == "on_save_checkpoint"
         if is_saving and type(own).__name__ == "_FitLoop" and type(own).__module__.endswith("loops.fit_loop"):
             return own.trainer

@@ -92,7 +92,7 @@ def _of_tensor(tensor: torch.Tensor) -> list[Any]:
 
 def _tensor(parts: Any) -> torch.Tensor:
     dtype, shape, data = parts
-    kind, read = getattr(torch, dtype), base64.b64decode(data)
+    kind, read = getattr(torch, dtype, None), base64.b64decode(data)
     if not isinstance(kind, torch.dtype):
         raise ValueError(dtype)
     values = torch.frombuffer(bytearray(read), dtype=torch.uint8).view(kind) if read else torch.empty(0, dtype=kind)

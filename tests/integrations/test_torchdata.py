@@ -100,17 +100,16 @@ def test_resumed_anywhere(name: str, how: dict[str, Any]) -> None:
         return patched
 
     whole = start(1)
-    first, second, third = [list(whole) for _ in range(3)]
+    first, second, third, fourth = [list(whole) for _ in range(4)]
     stopped = start(2)
     continuations = [(stopped.state_dict(), [first, second])]
     list(stopped)
-    continuations.append((stopped.state_dict(), [[], second]))  # the end of the first
+    continuations.append((stopped.state_dict(), [second, third]))  # the loop has seen the end of the first
     iterator = iter(stopped)
     for step in range(len(second) + 1):
-        begins = step == 0 and not how  # nothing was asked for, so nothing has begun
-        continuations.append((stopped.state_dict(), [[], second] if begins else [second[step:], third]))
+        continuations.append((stopped.state_dict(), [second[step:], third]))
         assert next(iterator, None) == (second[step] if step < len(second) else None)
-    continuations.append((stopped.state_dict(), [[], third]))
+    continuations.append((stopped.state_dict(), [third, fourth]))
     again = start(3, continuations[3][0])  # after the first batch of the second epoch
     assert list(islice(again, 1)) == second[1:2]
     continuations.append((again.state_dict(), [second[2:], third]))

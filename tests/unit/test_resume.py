@@ -171,9 +171,9 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
                 "shared by": "DDPSamplerWrapper",
                 "shuffle_samples_between_gpus": False,
                 "sampler": "RandomSampler",
+                "sampler length": N,
                 "uneven": "pad",
                 "layout": "interleaved",
-                "sampler length": N,
             }
         ),
         "epoch": 0,
@@ -362,7 +362,7 @@ def test_a_damaged_state_is_refused(damage: Any, told: tuple[str, ...]) -> None:
 
 def test_a_state_of_another_version_is_refused() -> None:
     state = state_of(loader(), 2)
-    with raises(StateError, ("version 1", "reads version 2 alone"), "version of ddp_patch"):
+    with raises(StateError, ("version 1", "reads version 3 alone"), "version of ddp_patch"):
         restore_loader(start(loader()), state | {"version": 1})
 
 
