@@ -226,6 +226,7 @@ def test_it_waits_for_steps_that_take_long_too(step_s: float, waits_s: float, mo
         count=lambda *_: 0,
         left=lambda _: None,
         is_open=False,
+        has_failed=False,
         post=lambda *_: None,
         members=[0, 1],
     )
