@@ -30,7 +30,7 @@ def test_all_ranks_are_told_where_they_restore_other_states() -> None:
         mismatch = ("RankMismatchError", "Restoring a loader's state")
         table = "epoch to resume in: 0 on rank 0; 1 on rank 1; 2 on rank 2"
         assert_tells(epochs, (*mismatch, table), "same on every rank")
-        steps = "position in it: step 1: 2 items by each of 2 ranks on rank 2; step 1: 1 item by each of 2 ranks on ranks"
+        steps = "position in it: step 1: 2 items by each of 2 ranks on rank 2; step 1: 1 item by each of 2 ranks on "
         assert_tells(done, (*mismatch, steps), "same on every rank")
         assert_tells(seeds, (*mismatch, "seed: 1 on rank 0; 2 on rank 1; 3 on rank 2"), "same on every rank")
         if rank == 2:
