@@ -357,8 +357,8 @@ class Training:
         # A checkpoint after one batch may be of a look; and all epochs of a loader that is sharded already count as one
         # order, in which a look is never a pass.
         least = 1 + (end.what == "all resume" or self.plan.kind in ALREADY)
-        # One after the last batch is of the next epoch; and what a loop that is a batch behind leaves out, its loader
-        # has given.
+        # After one of the last batch comes a pass without batches; and what a loop that is a batch behind leaves out,
+        # its loader has given.
         left = 1 + (self.plan.keeping == "ahead")
         return min(max(least, end.amount + (end.what == "all resume")), N // (SIZE * self.job.world) - left)
 

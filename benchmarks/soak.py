@@ -37,6 +37,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
+from ddp_patch.sharding.saved_state import epoch_after
 
 PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 WRITTEN_FROM = 100  # rounds
@@ -264,7 +265,7 @@ def train(attempt: Attempt, rank: int) -> None:
     log = Log(attempt, rank)
     log.resume(loader)
     steps = 0
-    while (epoch := loader_state(loader)["epoch"]) < EPOCHS:
+    while (epoch := epoch_after(loader_state(loader))) < EPOCHS:
         for batch in loader:
             if fault is not None and fault.rank == rank and steps >= fault.at:
                 if fault.what == "a rank killed at a step (SIGKILL)":

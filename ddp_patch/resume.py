@@ -224,7 +224,7 @@ def _in_words(position: Position, batching: Batching) -> str:
     for taken in zip(*position.parts, strict=False):  # by the same number of ranks of each part
         step = sum(-(-each // batching.size) for _, each in taken)
         items = " + ".join(str(each) for _, each in taken)
-        told.append(f"step {step}: {items} items by each of {counted(taken[0][0], 'rank')}")
+        told.append(f"step {step}: {items} item{'s' * (items != '1')} by each of {counted(taken[0][0], 'rank')}")
     return ", then ".join(told) or "its beginning"
 
 

@@ -51,6 +51,7 @@ from ddp_patch.running.loader_reports import (
 from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas, seed_all
 from ddp_patch.running.overlay import shadowed
 from ddp_patch.sharding.batches import patched_facts, patched_sampler
+from ddp_patch.sharding.saved_state import epoch_after
 from ddp_patch.validation import counted
 
 __all__ = ["OneProcess"]
@@ -380,8 +381,8 @@ class OneProcess(Summary):
         with unpatched():
             numbers = GlobalState.capture().copied()
             state = loader_state(known.whole, batches_done=1)
-            if state["epoch"] != patched_sampler("autopatch", known.whole).rank_passes.epochs.current:
-                return None  # it was the last one, and the state is where the next epoch begins
+            if epoch_after(state) != patched_sampler("autopatch", known.whole).rank_passes.epochs.current:
+                return None  # it was the last one
             forget_iterator(known.whole)
             self._divide(known, loader)
             resume_loader(loader, state, counts_rest=False)

@@ -142,7 +142,7 @@ def test_of_a_loader_without_length_a_batch_is_fetched_ahead(tmp_path: Path) -> 
 
     resuming = Resuming(tmp_path / "torch", unsized)
     whole = resuming.fit()
-    with raises(StateError, ("DataLoader has no len()", "ahead"), ("__len__", "restore_loader()")):
+    with raises(StateError, ("DataLoader has no len()", "ahead"), ("__len__", "PatchDataLoaders()")):
         resuming.fit(3)
     # Between two epochs nothing is ahead; and a Trainer that counts steps asks there, too.
     for trained_with in ({}, {"max_epochs": -1, "max_steps": 12}):
