@@ -118,6 +118,7 @@ class _Tries:
             except GivenUp:
                 made.why = self.calls.error or "a part of it raises an error on another rank"
             except Exception as error:  # noqa: BLE001 - the call itself will raise it
+                import traceback; traceback.print_exc()
                 made.why = f"it raises {type(error).__name__}"
         if made.why:
             return made
@@ -222,9 +223,8 @@ def _graph_leaves(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _weights(root: torch.Tensor) -> torch.Tensor:
     """Return a number for each of a tensor's, the same on every rank and each time."""
-    generator = torch.Generator().manual_seed(1)
-    made = torch.empty(root.shape, dtype=torch.float32).uniform_(0.5, 1.5, generator=generator)
-    return made.to(root.device, root.dtype)
+    places = torch.arange(root.numel(), dtype=torch.float64, device=root.device)
+    return (1 + 0.5 * (0.7 * places).sin()).view(root.shape).to(root.dtype)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -384,7 +384,8 @@ def _drawn(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         elif result.is_floating_point():
             last = result.shape[-1] if result.dim() > 1 else 1
             low, high = (float(given.get(each) or usual) for each, usual in (("from", 0.0), ("to", 1.0)))
-            result.copy_(low + (high - low) * (torch.arange(last, device=result.device) + 0.5) / last)
+            places = (torch.arange(last, device=result.device) + 0.5) / last
+            result.copy_(low + (high - low) * places.view([-1] * min(result.dim(), 1)))
         else:
             result.fill_(int(given.get("low") or given.get("from") or 0))
     return result
