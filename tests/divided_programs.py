@@ -224,7 +224,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         """,
     ),
     "a model that averages its loss over a mask by itself": (
-        "differs",
+        "a mean by a number",
         """
         class Net(nn.Module):
             def __init__(self):
@@ -332,7 +332,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         """,
     ),
     "a list that is given, and grows": (
-        "elsewhere",
+        "whole",
         """
         class Net(nn.Module):
             def __init__(self):
@@ -412,7 +412,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         """,
     ),
     "a graph with a dense adjacency": (
-        "differs",
+        "raises",
         """
         class Net(nn.Module):
             def __init__(self):
@@ -629,7 +629,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
                 self.register_buffer("queue", torch.zeros(16, 8))
 
             def forward(self, a):
-                out = self.inner(a) + self.inner(self.queue).mean()
+                out = self.inner(a) + self.inner(self.queue.clone()).mean()
                 for row in a:
                     self.queue[self.at % 16] = row
                     self.at += 1
@@ -725,13 +725,19 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
     "lazy layers, weights that are normalised": (
         "divided",
         """
-        spectral = nn.utils.spectral_norm(nn.Linear(16, 16))
         model = nn.Sequential(
-            nn.LazyLinear(16), nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), spectral,
+            nn.LazyLinear(16), nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
             nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.LayerNorm(16), nn.Linear(16, 2),
         )
         model(x)
         fit(model, lambda a, b: F.cross_entropy(model(a), b))
+        """,
+    ),
+    "weights that a hook of torch's normalises": (
+        "elsewhere",
+        """
+        model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 2))
+        fit(model, lambda a, b: F.cross_entropy(model(a), b) + 0.1 * model[0].weight.norm())
         """,
     ),
     "adversarial examples": (

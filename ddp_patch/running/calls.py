@@ -40,7 +40,7 @@ from ddp_patch.running.random_numbers import OwnNumbers, own_numbers
 from ddp_patch.running.trees import mapped, tensors_in
 from ddp_patch.validation import counted
 
-__all__ = ["PLAIN", "Called", "Calls", "Form", "Given", "original_call", "rows_of"]
+__all__ = ["PLAIN", "Called", "Calls", "Form", "Given", "original_call", "rows_of", "size_of"]
 
 original_call: Callable[..., Any] = nn.Module.__call__
 PLAIN = {bool, int, float, str, type(None)}
@@ -56,13 +56,13 @@ class Form:
     Attributes:
         calls: How many there were.
         right: Which one was the last that was the same by parts; 0 if none was compared.
-        rows: Which argument's which dimension has the rows.
+        rows: In which dimension each tensor that is given has the rows; None for one that has none.
         layouts: How the parts of each tensor that a call returns make up the whole.
     """
 
     calls: int = 0
     right: int = 0
-    rows: tuple[int, int] = (0, 0)
+    rows: list[int | None] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
 
 
@@ -206,7 +206,7 @@ class Calls:
         form = None if why or any(nn.parameter.is_lazy(each) for _, _, each in slots) else self._form_of(called, given)
         if form is None or (is_in_backward and not form.right):
             return self._whole(called, given, why)
-        form.calls += 1
+        form.calls += not is_in_backward
         if form.calls == 1:
             before = _plain(modules)
             result = self._whole(called, given)
@@ -238,8 +238,7 @@ class Calls:
         )
         form = called.forms.setdefault(key, Form())
         if form.right:
-            at, dim = form.rows
-            return form if given.tensors[at].shape[dim] >= self.lockstep.ranks else None
+            return form if size_of(given.tensors, form.rows) >= self.lockstep.ranks else None
         return form if rows_of(given.tensors, self.lockstep.ranks) else None
 
     def _whole(self, called: Called, given: Given, why: str = "") -> Any:
@@ -264,10 +263,10 @@ class Calls:
     def _divided(self, called: Called, form: Form, given: Given) -> Any:
         """Make a call by parts; whole, if that fails on any rank."""
         began = time.perf_counter()
-        part = Part(self.lockstep, f"calls {called.name}", given.tensors[form.rows[0]].shape[form.rows[1]])
+        part = Part(self.lockstep, f"calls {called.name}", size_of(given.tensors, form.rows))
         with own_numbers(self.lockstep.rank) as numbers:
             try:
-                output, others = self.by_parts(given, part)
+                output, others = self.by_parts(given, part, form.rows)
                 result = self.made_whole(output, part, form.layouts, numbers)
             except GivenUp:
                 others, result = {}, _NOTHING
@@ -279,13 +278,18 @@ class Calls:
         return result
 
     def by_parts(
-        self, given: Given, part: Part, parameters: dict[nn.Parameter, torch.Tensor] | None = None
+        self,
+        given: Given,
+        part: Part,
+        dims: Sequence[int | None],
+        parameters: dict[nn.Parameter, torch.Tensor] | None = None,
     ) -> tuple[Any, dict[nn.Parameter, torch.Tensor]]:
         """Call a module with this rank's rows.
 
         Args:
             given: What it is given.
             part: Which rows these are.
+            dims: In which dimension each tensor has the rows.
             parameters: What stands for parameters.
 
         Returns:
@@ -294,7 +298,6 @@ class Calls:
         Raises:
             GivenUp: It raised an error on some rank.
         """
-        dims = [_dim_of(each, part.n) for each in given.tensors]
         begin, end = part.bounds[part.lockstep.rank :][:2]
         tensors, is_derived = [*given.tensors], torch.is_grad_enabled()
         divided = [at for at, dim in enumerate(dims) if dim is not None and is_derived and tensors[at].requires_grad]
@@ -367,19 +370,19 @@ class Calls:
             form.right = form.calls
 
 
-def rows_of(tensors: Sequence[torch.Tensor], ranks: int) -> list[tuple[int, int]]:
-    """Return which dimensions of which tensors may have the rows: one for each number of rows."""
-    found: dict[int, tuple[int, int]] = {}
-    for at, tensor in enumerate(tensors):
-        for dim, size in enumerate(tensor.shape[:2]):
-            if size >= ranks:
-                found.setdefault(size, (at, dim))
-    return [*found.values()][:_MOST_ROWS]
+def rows_of(tensors: Sequence[torch.Tensor], ranks: int) -> list[list[int | None]]:
+    """Return in which dimensions tensors may have the rows: a way for each number of rows."""
+    numbers = dict.fromkeys(size for tensor in tensors for size in tensor.shape[:2] if size >= ranks)
+    return [
+        [next((dim for dim, size in enumerate(tensor.shape[:2]) if size == n), None) for tensor in tensors]
+        for n in [*numbers][:_MOST_ROWS]
+    ]
 
 
-def _dim_of(tensor: torch.Tensor, n: int) -> int | None:
-    """Return in which dimension a tensor has so many rows; None if it has none."""
-    return next((dim for dim, size in enumerate(tensor.shape[:2]) if size == n), None)
+def size_of(tensors: Sequence[torch.Tensor], rows: Sequence[int | None]) -> int:
+    """Return how many rows there are; 0 if tensors do not have equally many."""
+    sizes = {tensor.shape[dim] for tensor, dim in zip(tensors, rows, strict=True) if dim is not None}
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _plain(modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:

@@ -14,10 +14,11 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_patch.orders.random_states import GlobalState
-from ddp_patch.running.calls import PLAIN, Called, Calls, Form, Given, original_call, rows_of
+from ddp_patch.running.calls import PLAIN, Called, Calls, Form, Given, original_call, rows_of, size_of
 from ddp_patch.running.divided import Layout, Part, cut, layouts_of, substituted
 from ddp_patch.running.lockstep import GivenUp, apart
 from ddp_patch.running.trees import leaves_of, tensors_in
@@ -69,10 +70,12 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
         if why := tries.agreed(whole.why):
             return why
         for rows in [form.rows] if form.right else rows_of(given.tensors, calls.lockstep.ranks):
-            part = Part(calls.lockstep, f"calls {called.name}", given.tensors[rows[0]].shape[rows[1]])
+            part = Part(calls.lockstep, f"calls {called.name}", size_of(given.tensors, rows))
             tried = replace(form, rows=rows)
             parts = tries.made(part, tried, whole)
-            reasons.append(tries.agreed(parts.why or _difference(whole, parts)))
+            counts = whole.counts and any(each.kind == "mean" for each in tried.layouts)
+            why = "it returns a mean by a number that it has computed" if counts else _difference(whole, parts)
+            reasons.append(tries.agreed(parts.why or why))
             if not reasons[-1]:
                 form.rows, form.layouts = tried.rows, tried.layouts
                 called.seconds[:2] = whole.seconds, parts.seconds
@@ -111,7 +114,7 @@ class _Tries:
         args, options = self.given.with_tensors(tensors)
         given = replace(self.given, args=args, options=options, tensors=tensors)
         made, printed, began, still = _Try(), io.StringIO(), time.perf_counter(), _Still()
-        with redirect_stdout(printed), still:
+        with redirect_stdout(printed), still, saved_tensors_hooks(_as_it_is, _as_it_is):  # not those around the call
             try:
                 output = self._called(part, form, given, parameters, made, whole)
                 made.why = made.why or _derived(output, [*parameters.values(), *tensors], is_whole=part is None)
@@ -134,6 +137,7 @@ class _Tries:
         elif printed.getvalue():
             made.why = "it prints"
         self.called.latest = None
+        torch.clear_autocast_cache()
         del output, args, options, given
         own = [*self.state.tensors, *parameters.values(), *tensors, *(each.grad for each in (*parameters.values(), *tensors))]
         made.kept = still.alive({*map(id, own)})
@@ -151,7 +155,7 @@ class _Tries:
             self.called.latest = None, parameters
             with calls.within(None), substituted(given.modules, given.slots, parameters):
                 return original_call(given.module, *given.args, **given.options)
-        output, others = calls.by_parts(given, part, parameters)
+        output, others = calls.by_parts(given, part, form.rows, parameters)
         self.called.latest = part, others
         made.why = self.agreed("")
         if not form.right:
@@ -225,6 +229,10 @@ def _weights(root: torch.Tensor) -> torch.Tensor:
     """Return a number for each of a tensor's, the same on every rank and each time."""
     places = torch.arange(root.numel(), dtype=torch.float64, device=root.device)
     return (1 + 0.5 * (0.7 * places).sin()).view(root.shape).to(root.dtype)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

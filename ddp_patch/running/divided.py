@@ -31,12 +31,12 @@ class Layout:
     Attributes:
         kind: ``"rows"``, ``"mean"`` (of the parts' tensors, weighed by rows), ``"sum"`` or ``"alike"`` on all ranks.
         dim: In which dimension the rows are.
-        blocks: How often all rows follow each other in it: 1, but where several dimensions were made one.
+        is_inner: Whether they are the inner ones of several dimensions that were made one.
     """
 
     kind: str
     dim: int = 0
-    blocks: int = 1
+    is_inner: bool = False
 
 
 @dataclass
@@ -68,21 +68,20 @@ class Part:
 
 
 def cut(whole: torch.Tensor, layout: Layout, begin: int, end: int, n: int) -> torch.Tensor:
-    """Return some rows of a whole tensor."""
-    dim, size = layout.dim, whole.shape[layout.dim]
-    if layout.blocks == 1:
-        each = size // n
-        return whole.narrow(dim, begin * each, (end - begin) * each)
-    blocks = whole.unflatten(dim, (layout.blocks, n)).narrow(dim + 1, begin, end - begin)
-    return blocks.flatten(dim, dim + 1)
+    """Return some rows of a whole tensor, which has so many."""
+    dim, each = layout.dim, whole.shape[layout.dim] // n
+    if layout.is_inner:
+        return whole.unflatten(dim, (each, n)).narrow(dim + 1, begin, end - begin).flatten(dim, dim + 1)
+    return whole.narrow(dim, begin * each, (end - begin) * each)
 
 
 def _joined(parts: Sequence[torch.Tensor], layout: Layout, sizes: Sequence[int]) -> torch.Tensor:
-    if layout.blocks == 1:
-        return torch.cat([*parts], layout.dim)
-    pairs = zip(parts, sizes, strict=True)
-    blocks = [part.unflatten(layout.dim, (layout.blocks, size)) for part, size in pairs]
-    return torch.cat(blocks, layout.dim + 1).flatten(layout.dim, layout.dim + 1)
+    """Return the whole tensor, of parts that have so many rows."""
+    dim = layout.dim
+    if layout.is_inner:
+        blocks = [part.unflatten(dim, (-1, size)) for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
+    return torch.cat([*parts], dim)
 
 
 def layouts_of(whole: Sequence[int], part: Sequence[int], n: int, rows: int) -> list[Layout]:
@@ -90,9 +89,9 @@ def layouts_of(whole: Sequence[int], part: Sequence[int], n: int, rows: int) -> 
 
     Examples:
         >>> layouts_of((8, 3), (4, 3), 8, 4)
-        [Layout(kind='rows', dim=0, blocks=1)]
+        [Layout(kind='rows', dim=0, is_inner=False)]
         >>> layouts_of((16, 3), (8, 3), 8, 4)
-        [Layout(kind='rows', dim=0, blocks=1), Layout(kind='rows', dim=0, blocks=2)]
+        [Layout(kind='rows', dim=0, is_inner=False), Layout(kind='rows', dim=0, is_inner=True)]
     """
     if tuple(whole) == tuple(part):
         return [Layout("alike"), Layout("mean"), Layout("sum")]
@@ -102,8 +101,7 @@ def layouts_of(whole: Sequence[int], part: Sequence[int], n: int, rows: int) -> 
     dim = differ[0]
     if len(differ) > 1 or whole[dim] % n or whole[dim] // n * rows != part[dim]:
         return []
-    blocks = whole[dim] // n
-    return [Layout("rows", dim), *([Layout("rows", dim, blocks)] if blocks > 1 else [])]
+    return [Layout("rows", dim), *([Layout("rows", dim, is_inner=True)] if whole[dim] > n else [])]
 
 
 # ---- between wholes and parts ----
@@ -348,11 +346,8 @@ def _batch_norm(
 ) -> torch.Tensor:
     if not training:
         return theirs(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    result, mean, var, n = _Normalised.apply(part, input, weight, bias, eps)
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_((var * (n / (n - 1))).to(running_var.dtype), momentum)
+    running = [] if running_mean is None or running_var is None else [running_mean, running_var]
+    result: torch.Tensor = _Normalised.apply(part, input, weight, bias, running, momentum, eps)
     return result
 
 
@@ -366,48 +361,39 @@ def _statistics(part: Part, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     n = x.new_full((1,), x.numel() // x.shape[1])
     own_var, own_mean = torch.var_mean(x, dims, correction=0)
     (sums,) = mixed(part, torch.cat([n, own_mean * n]))
-    mean = sums[1:] / sums[0]
+    mean = sums[1:] / sums[:1]
     (squares,) = mixed(part, (own_var + (own_mean - mean).square()) * n)
-    return mean, squares / sums[0], sums[0]
+    return mean, squares / sums[:1], sums[:1]
 
 
 class _Normalised(Function):
     """Batch normalisation by the whole batch: torch's own operations, but for the sums."""
 
     @staticmethod
-    def forward(
-        ctx: Any, part: Part, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-    ) -> Any:
-        wide = x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
-        mean, var, n = _statistics(part, wide)
-        result = torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
+    def forward(ctx: Any, part: Part, x: torch.Tensor, weight: Any, bias: Any, running: Any, momentum: Any, eps: Any) -> Any:
+        mean, var, n = _statistics(part, x.float() if x.dtype in {torch.float16, torch.bfloat16} else x)
+        for kept, found in zip(running, (mean, var * (n / (n - 1))), strict=False):
+            kept.data.lerp_(found.to(kept.dtype), momentum)  # as torch's own, it is no change that autograd sees
         ctx.save_for_backward(x, weight, bias, mean, torch.rsqrt(var + eps), n)
         ctx.of = part, eps
-        ctx.mark_non_differentiable(mean, var, n)
-        return result, mean, var, n
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, bias, mean, scale, n = ctx.saved_tensors
         part, eps = ctx.of
         if torch.is_grad_enabled():  # to be derived again
-            return (None, *_derived_again(part, x, weight, bias, eps, grad), None)
+            return (None, *_derived_again(part, x, weight, bias, eps, grad), None, None, None)
         dims = [dim for dim in range(x.dim()) if dim != 1]
         wide = grad.to(mean.dtype)
         normal = (x - _shaped(mean, x)) * _shaped(scale, x)
         slopes = torch.stack([wide.sum(dims), (wide * normal).sum(dims)])
-        of_bias, of_weight = slopes.unbind()
         (sums,) = part.lockstep.sum(part.doing, [slopes]) or [slopes]
         mean_slope, mean_product = (sums / n).unbind()
         inner = normal.mul_(_shaped(mean_product, x)).add_(_shaped(mean_slope, x)).neg_().add_(wide)
         of_x = inner.mul_(_shaped(scale if weight is None else scale * weight, x)).to(x.dtype)
-        return (
-            None,
-            of_x,
-            None if weight is None else of_weight.to(weight.dtype),
-            None if bias is None else of_bias.to(bias.dtype),
-            None,
-        )
+        of_others = (None if to is None else of.to(to.dtype) for of, to in zip(slopes.flip(0), (weight, bias), strict=True))
+        return (None, of_x, *of_others, None, None, None)
 
 
 def _derived_again(
