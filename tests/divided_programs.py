@@ -110,7 +110,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
             nn.Conv2d(6, 4, 2), nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4, affine=False, track_running_stats=False),
             nn.Flatten(), nn.Linear(16, 2), nn.BatchNorm1d(2),
         )
-        fit(model, lambda a, b: F.cross_entropy(model(a), b))
+        fit(model, lambda a, b: F.cross_entropy(model(a), b), torch.optim.SGD(model.parameters(), 0.1))
         model.eval()
         found += [model(x), *model.buffers()]
         """,
@@ -123,7 +123,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
             a = a.clone().requires_grad_()
             (slope,) = torch.autograd.grad(model(a).sum(), a, create_graph=True)
             return (slope.norm(2, 1) - 1).square().mean() + model(a).square().mean()
-        fit(model, loss_of)
+        fit(model, loss_of, torch.optim.SGD(model.parameters(), 0.01))
         """,
     ),
     "recurrent layers, batches first": (
@@ -396,7 +396,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
 
         for old in (True, False):
             model = Net()
-            fit(model, lambda a, b: F.cross_entropy(model(a, old), b))
+            fit(model, lambda a, b: F.cross_entropy(model(a, old), b), torch.optim.SGD(model.parameters(), 0.1))
             found += [*model.buffers()]
         """,
     ),

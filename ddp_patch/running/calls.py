@@ -7,7 +7,6 @@ compared (``comparing``). What was the same is divided; all else stays whole, wh
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -58,12 +57,14 @@ class Form:
         right: Which one was the last that was the same by parts; 0 if none was compared.
         rows: In which dimension each tensor that is given has the rows; None for one that has none.
         layouts: How the parts of each tensor that a call returns make up the whole.
+        why_whole: Why its calls are whole; empty if they are not.
     """
 
     calls: int = 0
     right: int = 0
     rows: list[int | None] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
+    why_whole: str = ""
 
 
 @dataclass(eq=False)
@@ -73,30 +74,32 @@ class Called:
     Attributes:
         name: Its class.
         place: Where it was called first.
-        why_whole: Why its calls are whole; empty if they are not.
         forms: The forms of its calls.
         divided: How many calls were divided.
         calls: How many calls there were.
         moving: The names of plain attributes that calls change.
-        latest: The part of the latest call, and what stood for parameters in it; None if it was whole.
-        seconds: Of a compared call: whole, and by parts, forward and backward; of all divided calls, forward.
+        latest: The part of the latest call, and what stood for parameters in it; no part if it was whole.
+        seconds: What the latest call that was compared took whole, and by parts.
+        reasons: Why calls were whole.
     """
 
     name: str
     place: str
-    why_whole: str = ""
     forms: dict[Any, Form] = field(default_factory=dict)
     divided: int = 0
     calls: int = 0
     moving: set[str] = field(default_factory=set)
-    latest: tuple[Part | None, dict[nn.Parameter, torch.Tensor]] | None = None
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    latest: tuple[Part | None, dict[nn.Parameter, torch.Tensor]] = (None, {})
+    seconds: tuple[float, float] = (0.0, 0.0)
+    reasons: dict[str, None] = field(default_factory=dict)
 
     def line(self, ranks: int) -> str:
-        """What the log says."""
+        """What the summary says."""
         how = f"{self.divided} divided over {counted(ranks, 'rank')}" if self.divided else "whole on every rank"
-        why = self.why_whole or ("" if self.divided else "the first call of a form is whole")
-        return f"{self.place} {self.name}: {counted(self.calls, 'call')}, {how}" + (f" ({why})" if why else "")
+        whole, parts = self.seconds
+        gain = f", {whole / parts:.1f} times as fast" if parts < whole else ", no gain" if parts else ""
+        why = "; ".join(self.reasons) or ("" if self.divided else "too few calls, or too few rows")
+        return f"{self.place} {self.name}: {counted(self.calls, 'call')}, {how}{gain}" + (f" ({why})" if why else "")
 
 
 @dataclass
@@ -202,9 +205,9 @@ class Calls:
         called.calls += 1
         self.lockstep.calls += 1
         given = Given(module, args, options, modules, slots, tensors_in((args, options)))
-        why = called.why_whole or _why_whole(given)
+        why = _why_whole(given)
         form = None if why or any(nn.parameter.is_lazy(each) for _, _, each in slots) else self._form_of(called, given)
-        if form is None or (is_in_backward and not form.right):
+        if form is None or (is_in_backward and not form.right) or form.why_whole:
             return self._whole(called, given, why)
         form.calls += not is_in_backward
         if form.calls == 1:
@@ -216,7 +219,7 @@ class Calls:
         is_compared = form.calls % 64 == 0 or (form.calls < 64 and form.calls & (form.calls - 1) == 0)
         if is_compared and not is_in_backward:
             self._compare(called, form, given)
-        return self._divided(called, form, given) if form.right and not called.why_whole else self._whole(called, given)
+        return self._divided(called, form, given) if form.right else self._whole(called, given)
 
     def _met(self, module: nn.Module, modules: Sequence[nn.Module]) -> Called:
         called = self._known[module] = Called(type(module).__name__, script_line(sys._getframe()))
@@ -243,18 +246,16 @@ class Calls:
 
     def _whole(self, called: Called, given: Given, why: str = "") -> Any:
         """Make a call whole."""
-        if why and not called.why_whole:
-            called.why_whole = why
-        called.latest = None
+        if why and why not in called.reasons:
+            called.reasons[why] = None
+            self.tell(f"{called.place} {called.name}: calls are whole on every rank, because {why}.")
+        called.latest = None, {}
         self.gradients_are_own = self.gradients_are_own or torch.is_grad_enabled()
         with self.within(None):
             return original_call(given.module, *given.args, **given.options)
 
     def _again(self, called: Called, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Make a call within a backward pass, which belongs to the latest call of the module that holds this one."""
-        if called.latest is None:
-            with self.within(None):
-                return original_call(module, *args, **options)
         part, others = called.latest
         modules, slots = slots_of(module)
         with self.within(part), substituted(modules, slots, others):
@@ -262,7 +263,6 @@ class Calls:
 
     def _divided(self, called: Called, form: Form, given: Given) -> Any:
         """Make a call by parts; whole, if that fails on any rank."""
-        began = time.perf_counter()
         part = Part(self.lockstep, f"calls {called.name}", size_of(given.tensors, form.rows))
         with own_numbers(self.lockstep.rank) as numbers:
             try:
@@ -271,10 +271,10 @@ class Calls:
             except GivenUp:
                 others, result = {}, _NOTHING
         if result is _NOTHING:
-            return self._whole(called, given, self.error or "a part of it raises an error on some rank")
+            form.right, form.why_whole = 0, self.error or "a part of it raises an error on some rank"
+            return self._whole(called, given, form.why_whole)
         called.latest = (part, others) if torch.is_grad_enabled() else called.latest
         called.divided += 1
-        called.seconds[2] += time.perf_counter() - began
         return result
 
     def by_parts(
@@ -364,15 +364,19 @@ class Calls:
                 "on every rank; or run the script on one."
             )
         if why:
-            called.why_whole = why
-            self.tell(f"{called.place} {called.name}: its calls are whole on every rank, because {why}.")
+            form.why_whole = why
+            called.reasons[why] = None
+            self.tell(f"{called.place} {called.name}: calls are whole on every rank, because {why}.")
         elif why is not None:
             form.right = form.calls
 
 
 def rows_of(tensors: Sequence[torch.Tensor], ranks: int) -> list[list[int | None]]:
     """Return in which dimensions tensors may have the rows: a way for each number of rows."""
-    numbers = dict.fromkeys(size for tensor in tensors for size in tensor.shape[:2] if size >= ranks)
+    sized = [tensor for tensor in tensors if tensor.dim()]
+    if not sized or len(sized[0]) < ranks:
+        return []  # one sample, say, of many numbers
+    numbers = dict.fromkeys(size for tensor in sized for size in tensor.shape[:2] if size >= ranks)
     return [
         [next((dim for dim, size in enumerate(tensor.shape[:2]) if size == n), None) for tensor in tensors]
         for n in [*numbers][:_MOST_ROWS]

@@ -78,7 +78,7 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
             reasons.append(tries.agreed(parts.why or why))
             if not reasons[-1]:
                 form.rows, form.layouts = tried.rows, tried.layouts
-                called.seconds[:2] = whole.seconds, parts.seconds
+                called.seconds = (whole.seconds, parts.seconds) if form.right else (0.0, 0.0)
                 return ""
         return None if _UNDECIDED in reasons else reasons[0]
     finally:
@@ -136,7 +136,7 @@ class _Tries:
             made.why = f"it changes {changed[0]}"
         elif printed.getvalue():
             made.why = "it prints"
-        self.called.latest = None
+        self.called.latest = None, {}
         torch.clear_autocast_cache()
         del output, args, options, given
         own = [*self.state.tensors, *parameters.values(), *tensors, *(each.grad for each in (*parameters.values(), *tensors))]
@@ -157,7 +157,7 @@ class _Tries:
                 return original_call(given.module, *given.args, **given.options)
         output, others = calls.by_parts(given, part, form.rows, parameters)
         self.called.latest = part, others
-        made.why = self.agreed("")
+        part.lockstep.meet(part.doing)  # where another rank may say that it has failed
         if not form.right:
             made.why = _laid_out(part, form, tensors_in(output, objects=True), whole)
         return output if made.why else calls.made_whole(output, part, form.layouts)
@@ -382,7 +382,7 @@ def _drawn(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         return func(*(given.pop(each) for each in named[: len(args)]), **given)
     if name == "multinomial":
         places = torch.arange(given["num_samples"], device=given["self"].device) % given["self"].shape[-1]
-        return given["self"].argsort(-1, descending=True, stable=True)[..., places]
+        return torch.sort(given["self"], dim=-1, descending=True, stable=True).indices[..., places]
     result = func(*args, **options)
     if name == "randperm":
         return result.copy_(torch.arange(len(result) - 1, -1, -1))

@@ -1,5 +1,6 @@
 """Keep the ranks of a script in lockstep: each exchange begins with who does what, for the how manieth time."""
 
+import json
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -118,11 +119,11 @@ class Lockstep:
     # ---- what is exchanged ----
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return each rank's value."""
-        values = [value] * self.ranks
-        if self.ranks > 1:
-            self._together(lambda: dist.all_gather_object(values, value, self._group))
-        return values
+        """Return each rank's value, which JSON can write."""
+        if self.ranks == 1:
+            return [value]
+        flat = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(bytes(row.tolist())) for row in self.gather("compares what the ranks have", flat) or ()]
 
     def gather(self, doing: str, flat: torch.Tensor, usual: object = 0) -> list[torch.Tensor] | None:
         """Return each rank's flat tensor of bytes, as long as that is; None if ``usual`` is not the same on all."""
@@ -179,7 +180,9 @@ class Lockstep:
             ) from None
 
     def _mismatch(self, doing: str) -> RankMismatchError:
-        rows = by_value(dict(enumerate(self.gathered(f"{doing} at {script_line(sys._getframe())}, {self.done}"))))
+        texts = [f"{doing} at {script_line(sys._getframe())}, {self.done}"] * self.ranks
+        self._together(lambda: dist.all_gather_object(texts, texts[0], self._group))
+        rows = by_value(dict(enumerate(texts)))
         listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())
         return RankMismatchError(
             f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script: {_SAME_STEPS}"
