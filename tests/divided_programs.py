@@ -1,6 +1,7 @@
 """Programs of one process, each of which calls modules in another way: what they leave in ``found`` is compared.
 
-Each name ends with what becomes of the calls: ``divided``, or a word of the reason why they are whole.
+With each stands what becomes of the calls: ``divided``, or words of the reason why they are whole, or nothing, where
+versions of torch differ.
 """
 
 import textwrap
@@ -834,6 +835,103 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
             found.append(hits)
             return error / len(a) + 0.1 * norm
         fit(model, loss_of)
+        """,
+    ),
+    "parts that fail later, after batch normalisation": (
+        "divided",
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.norm, self.head, self.seen = nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), []
+
+            def forward(self, a, calls):
+                out = self.norm(self.first(a))
+                self.seen.append(1)
+                if calls > 3:
+                    out = out.view(10, 4)
+                return self.head(out)
+
+        model, calls = Net(), 0
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for epoch in range(2):
+            for a, b in [*batches()][:5]:
+                calls += 1
+                optimizer.zero_grad()
+                F.cross_entropy(model(a, calls), b).backward()
+                optimizer.step()
+        found += [*(p.detach() for p in model.parameters()), *model.buffers(), len(model.seen)]
+        """,
+    ),
+    "a compiled model, and a compiled step": (
+        "divided",
+        """
+        model = torch.compile(nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)), backend="aot_eager")
+        fit(model, lambda a, b: F.cross_entropy(model(a), b), torch.optim.SGD(model.parameters(), 0.1))
+        other = net()
+        optimizer = torch.optim.SGD(other.parameters(), 0.1)
+
+        @torch.compile(backend="eager")
+        def step(a, b):
+            optimizer.zero_grad()
+            F.cross_entropy(other(a), b).backward()
+            optimizer.step()
+
+        for a, b in batches():
+            step(a, b)
+        found += [p.detach() for p in other.parameters()]
+        """,
+    ),
+    "compiled batch normalisation": (
+        "",
+        """
+        inner = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        model = torch.compile(inner, backend="aot_eager", dynamic=True)
+        fit(model, lambda a, b: F.cross_entropy(model(a), b), torch.optim.SGD(model.parameters(), 0.1))
+        """,
+    ),
+    "outputs of which some have no gradient, inference, states that are read": (
+        "divided",
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = net()
+
+            def forward(self, a):
+                out = self.inner(a)
+                return {"out": out, "fixed": out.detach() * 2, "best": out.argmax(1), "is": out > 0, "empty": out[:, :0]}
+
+        model = Net()
+        def loss_of(a, b):
+            result = model(a)
+            found.extend([result["fixed"].numpy().copy(), result["best"], result["is"], result["empty"]])
+            return F.cross_entropy(result["out"].sub_(1), b)
+        fit(model, loss_of)
+        with torch.inference_mode():
+            for a, b in batches():
+                found.append(model(a)["out"].clone())
+        """,
+    ),
+    "a mode of forward that is set from outside": (
+        "divided",
+        """
+        model = net()
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.kind = net(), "rows"
+
+            def forward(self, a, compares=False):
+                out = self.inner(a)
+                return out - out.mean(0) if compares or self.kind == "mean" else out
+
+        model = Net()
+        for kind in ("rows", "mean", "rows"):
+            model.kind = kind
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            fit(model, lambda a, b: F.cross_entropy(model(a), b), optimizer)
+            fit(model, lambda a, b: F.cross_entropy(model(a, compares=True), b), optimizer)
         """,
     ),
     "noise that is drawn outside": (

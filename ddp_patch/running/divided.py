@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from itertools import pairwise
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from ddp_patch.compat.private_torch import kept_weights
 from ddp_patch.running.lockstep import GivenUp, Lockstep
-
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class Part:
         lockstep: The ranks.
         doing: What errors say that a rank does.
         n: How many rows there are.
-        is_exact: Whether no mean was taken of anything but rows, as far as it was seen.
+        inner: How often something within the call has seen the whole batch.
     """
 
     lockstep: Lockstep
     doing: str
     n: int
-    is_exact: bool = True
+    inner: int = 0
 
     @property
     def bounds(self) -> list[int]:
@@ -148,7 +147,9 @@ def _of_all(parts: Sequence[torch.Tensor], layouts: Sequence[Layout], part: Part
             wholes[at] = _joined(found, layout, sizes)
         else:
             weights = [1.0] * len(sizes) if layout.kind == "sum" else [size / part.n for size in sizes]
-            first, *others = [each if weight == 1 else each * weight for each, weight in zip(found, weights, strict=True)]
+            first, *others = [
+                each if weight == 1 else each * weight for each, weight in zip(found, weights, strict=True)
+            ]
             wholes[at] = sum(others, first.clone())
     return wholes
 
@@ -216,7 +217,7 @@ class _Gather(Function):
         ctx.set_materialize_grads(False)
         ctx.of = part, layouts
         wholes = _of_all(parts, layouts, part)
-        ctx.mark_non_differentiable(*(each for each in wholes if not _is_derived(each)))
+        ctx.mark_non_differentiable(*(each for at, each in enumerate(wholes) if not ctx.needs_input_grad[2 + at]))
         return tuple(wholes)
 
     @staticmethod
@@ -289,7 +290,9 @@ def slots_of(module: nn.Module) -> tuple[list[nn.Module], Slots]:
             if inner is not None and inner not in seen:
                 seen.add(inner)
                 modules.append(inner)
-    return modules, [(each, name, found) for each in modules for name, found in each._parameters.items() if found is not None]
+    return modules, [
+        (each, name, found) for each in modules for name, found in each._parameters.items() if found is not None
+    ]
 
 
 @contextmanager
@@ -319,7 +322,11 @@ def whole_batch(part_now: Callable[[], Part | None], stack: ExitStack) -> None:
 
     def put(name: str, ours: Callable[..., Any]) -> None:
         theirs = getattr(functional, name)
-        of_part = torch.compiler.disable(partial(ours, theirs))  # what communicates is not traced
+
+        @torch.compiler.disable  # what communicates is not traced
+        def of_part(part: Part, *args: Any, **options: Any) -> Any:
+            part.inner += 1
+            return ours(theirs, part, *args, **options)
 
         def call(*args: Any, **options: Any) -> Any:
             part = part_now()
@@ -370,7 +377,9 @@ class _Normalised(Function):
     """Batch normalisation by the whole batch: torch's own operations, but for the sums."""
 
     @staticmethod
-    def forward(ctx: Any, part: Part, x: torch.Tensor, weight: Any, bias: Any, running: Any, momentum: Any, eps: Any) -> Any:
+    def forward(
+        ctx: Any, part: Part, x: torch.Tensor, weight: Any, bias: Any, running: Any, momentum: Any, eps: Any
+    ) -> Any:
         mean, var, n = _statistics(part, x.float() if x.dtype in {torch.float16, torch.bfloat16} else x)
         for kept, found in zip(running, (mean, var * (n / (n - 1))), strict=False):
             kept.data.lerp_(found.to(kept.dtype), momentum)  # as torch's own, it is no change that autograd sees
@@ -392,7 +401,9 @@ class _Normalised(Function):
         mean_slope, mean_product = (sums / n).unbind()
         inner = normal.mul_(_shaped(mean_product, x)).add_(_shaped(mean_slope, x)).neg_().add_(wide)
         of_x = inner.mul_(_shaped(scale if weight is None else scale * weight, x)).to(x.dtype)
-        of_others = (None if to is None else of.to(to.dtype) for of, to in zip(slopes.flip(0), (weight, bias), strict=True))
+        of_others = (
+            None if to is None else of.to(to.dtype) for of, to in zip(slopes.flip(0), (weight, bias), strict=True)
+        )
         return (None, of_x, *of_others, None, None, None)
 
 

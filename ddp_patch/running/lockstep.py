@@ -113,7 +113,9 @@ class Lockstep:
             raise GivenUp
         if any(len({*each}) > 1 for each in same):
             raise self._mismatch(doing)
-        gone = [each[8 * _NUMBERS :][:size] for each, size in zip(blocks, sizes, strict=True)] if min(sizes) >= 0 else []
+        gone = (
+            [each[8 * _NUMBERS :][:size] for each, size in zip(blocks, sizes, strict=True)] if min(sizes) >= 0 else []
+        )
         return gone, len({*usuals}) == 1, [abs(each) for each in sizes]
 
     # ---- what is exchanged ----
@@ -143,7 +145,10 @@ class Lockstep:
         Returns:
             The sums, the same to the bit on every rank; None if ``usual`` is not the same on every rank.
         """
-        kinds, is_small = {(each.dtype, each.is_cuda) for each in tensors}, sum(each.nbytes for each in tensors) <= _ROOM
+        kinds, is_small = (
+            {(each.dtype, each.is_cuda) for each in tensors},
+            sum(each.nbytes for each in tensors) <= _ROOM,
+        )
         goes_along = is_small and len(kinds) == 1 and not tensors[0].is_cuda
         flat = _flat(tensors) if goes_along else torch.empty(0)
         gone, is_alike, _ = self._begin(doing, usual, flat.view(torch.uint8))

@@ -144,7 +144,9 @@ class OneProcess(Summary):
     def notes(self) -> list[str]:
         """What the summary says beside the table."""
         found = [each.line(self._ranks) for each in self._calls.records]
-        found.append(f"{counted(self._ranks, 'rank')} trained as one process: {counted(self._lockstep.steps, 'optimizer step')}.")
+        found.append(
+            f"{counted(self._ranks, 'rank')} trained as one process: {counted(self._lockstep.steps, 'optimizer step')}."
+        )
         if self._ranks > 1 and not any(each.divided for each in self._calls.records):
             found.append(f"{NOT_DIVIDED}: every rank computed all, and no time was saved.")
         return [*found, *super().notes]

@@ -49,7 +49,9 @@ def test_tensors_are_found_and_replaced_in_all_that_may_hold_them() -> None:
         assert mapped(value, lambda tensor: tensor) is value
     cache = Cache(one, two)
     assert tensors_in(cache) == []
-    assert [each.item() for each in tensors_in(mapped(cache, lambda tensor: tensor + 1, objects=True), objects=True)] == [2, 1]
+    assert [
+        each.item() for each in tensors_in(mapped(cache, lambda tensor: tensor + 1, objects=True), objects=True)
+    ] == [2, 1]
     assert leaves_of({"a": [one, "b"]}) == [one, "b"]
 
 
