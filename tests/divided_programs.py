@@ -108,7 +108,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         """
         model = nn.Sequential(
             nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 6, 2, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
-            nn.Conv2d(6, 4, 2), nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4, affine=False, track_running_stats=False),
+            nn.Conv2d(6, 4, 2), nn.BatchNorm2d(4, momentum=None),
+            nn.BatchNorm2d(4, affine=False, track_running_stats=False),
             nn.Flatten(), nn.Linear(16, 2), nn.BatchNorm1d(2),
         )
         fit(model, lambda a, b: F.cross_entropy(model(a), b), torch.optim.SGD(model.parameters(), 0.1))
@@ -378,7 +379,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
                 return self.head(a + prompt.sum(0))
 
         prompt, model = torch.zeros(3, 8, requires_grad=True), Net()
-        fit(model, lambda a, b: F.cross_entropy(model(a, prompt), b), torch.optim.Adam([*model.parameters(), prompt], 0.1))
+        optimizer = torch.optim.Adam([*model.parameters(), prompt], 0.1)
+        fit(model, lambda a, b: F.cross_entropy(model(a, prompt), b), optimizer)
         found.append(prompt.detach())
         """,
     ),
@@ -390,7 +392,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         class Net(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.first, self.block, self.head = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), net()
+                self.first, self.head = nn.Linear(8, 8), net()
+                self.block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
 
             def forward(self, a, old):
                 return self.head(checkpoint(self.block, self.first(a), use_reentrant=old))
@@ -409,7 +412,9 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         for old in (True, False):
             first, head = nn.Linear(8, 8), net()
             both = nn.ModuleList([first, head])
-            fit(both, lambda a, b: F.cross_entropy(head(checkpoint(first, a.clone().requires_grad_(), use_reentrant=old)), b))
+            def loss_of(a, b):
+                return F.cross_entropy(head(checkpoint(first, a.clone().requires_grad_(), use_reentrant=old)), b)
+            fit(both, loss_of)
         """,
     ),
     "a graph with a dense adjacency": (
@@ -494,8 +499,9 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         model = net()
         params = {name: p.detach() for name, p in model.named_parameters()}
         for a, b in batches():
-            of_samples = vmap(grad(lambda p, one, to: F.cross_entropy(functional_call(model, p, one[None]), to[None])), (None, 0, 0))
-            slopes = of_samples(params, a, b)
+            def loss_of(p, one, to):
+                return F.cross_entropy(functional_call(model, p, one[None]), to[None])
+            slopes = vmap(grad(loss_of), (None, 0, 0))(params, a, b)
             params = {name: p - 0.1 * slopes[name].mean(0) for name, p in params.items()}
         found = [*params.values()]
         """,
@@ -509,7 +515,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         params = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
         for a, b in batches():
             slopes = torch.autograd.grad(F.cross_entropy(functional_call(model, params, (a,)), b), [*params.values()])
-            params = {name: (p - 0.1 * slope).detach().requires_grad_() for (name, p), slope in zip(params.items(), slopes)}
+            stepped = [(p - 0.1 * slope).detach().requires_grad_() for p, slope in zip(params.values(), slopes)]
+            params = dict(zip(params, stepped))
         found = [p.detach() for p in params.values()]
         """,
     ),
@@ -795,7 +802,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         model = nn.Embedding(9, 2, sparse=True)
         words = (x[:, :4] * 3).long() + 4
         words = words.clamp(0, 8)
-        fit(model, lambda a, b: F.cross_entropy(model(words[: len(a)]).mean(1), b), torch.optim.SparseAdam(model.parameters()))
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        fit(model, lambda a, b: F.cross_entropy(model(words[: len(a)]).mean(1), b), optimizer)
         """,
     ),
     "weights that are averaged within the call": (
@@ -900,7 +908,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
 
             def forward(self, a):
                 out = self.inner(a)
-                return {"out": out, "fixed": out.detach() * 2, "best": out.argmax(1), "is": out > 0, "empty": out[:, :0]}
+                more = {"best": out.argmax(1), "is": out > 0, "empty": out[:, :0]}
+                return {"out": out, "fixed": out.detach() * 2, **more}
 
         model = Net()
         def loss_of(a, b):

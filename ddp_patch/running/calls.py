@@ -45,6 +45,7 @@ original_call: Callable[..., Any] = nn.Module.__call__
 _MOST_ROWS = 4  # dimensions that are tried
 _CLOSE = 1e-4  # how far what ranks compute alike may be apart, as a part of the norm
 _NOTHING = object()
+_is_traced: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # torch does not list it
 _RAISES = ("a part of it raises", "it raises")  # so that no wrong number was computed
 
 
@@ -183,7 +184,7 @@ class Calls:
     def _is_scripts(self) -> bool:
         """Return whether a call is the script's, not a worker's or a thread's, say."""
         is_elsewhere = threading.get_ident() != self._thread and not self._is_in_backward()
-        return not (is_elsewhere or os.getpid() != self._process or torch.jit.is_tracing() or is_off())
+        return not (is_elsewhere or os.getpid() != self._process or _is_traced() or is_off())
 
     @contextmanager
     def within(self, part: Part | None) -> Iterator[None]:

@@ -6,7 +6,7 @@ Both are tries, with random numbers held still: what they change is put back, an
 import gc
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -139,7 +139,9 @@ class _Tries:
         made.gradients = {f"the gradient of {names[each]}": other.grad for each, other in parameters.items()}
         made.gradients |= {f"the gradient of argument {at}": each.grad for at, each in enumerate(tensors)}
         made.left = {**self.state.now(), "the state of random numbers": GlobalState.capture().values()[1:]}
-        pairs = [*((names[each], each, other) for each, other in parameters.items())]
+        pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [
+            (names[each], each, other) for each, other in parameters.items()
+        ]
         pairs += [(f"argument {at}", a, b) for at, (a, b) in enumerate(zip(self.given.tensors, tensors, strict=True))]
         if changed := [name for name, a, b in pairs if apart(a, b)]:
             made.why = f"it changes {changed[0]}"
@@ -247,8 +249,8 @@ def _weights(root: torch.Tensor) -> torch.Tensor:
 
 
 def _eager() -> AbstractContextManager[object]:
-    stance: Any = getattr(torch.compiler, "set_stance", nullcontext)  # torch 2.6 and newer has it
-    return stance("force_eager")
+    stance: Callable[[str], AbstractContextManager[object]] = getattr(torch.compiler, "set_stance", nullcontext)
+    return stance("force_eager")  # of torch 2.6 and newer
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -305,7 +307,7 @@ def _are_apart(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
 # ---- random numbers that are held still ----
 
 
-class _Still(TorchDispatchMode):
+class _Still(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     """Draws numbers that do not depend on how many rows there are, and notes what is made.
 
     Attributes:
@@ -313,7 +315,7 @@ class _Still(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.counts: bool = False
         self._made: list[ref[torch.Tensor]] = []
 

@@ -66,11 +66,14 @@ class Part:
         return [end - begin for begin, end in pairwise(self.bounds)]
 
 
+_unflat: Callable[..., torch.Tensor] = torch.unflatten
+
+
 def cut(whole: torch.Tensor, layout: Layout, begin: int, end: int, n: int) -> torch.Tensor:
     """Return some rows of a whole tensor, which has so many."""
     dim, each = layout.dim, whole.shape[layout.dim] // n
     if layout.is_inner:
-        return whole.unflatten(dim, (each, n)).narrow(dim + 1, begin, end - begin).flatten(dim, dim + 1)
+        return _unflat(whole, dim, (each, n)).narrow(dim + 1, begin, end - begin).flatten(dim, dim + 1)
     return whole.narrow(dim, begin * each, (end - begin) * each)
 
 
@@ -78,7 +81,7 @@ def _joined(parts: Sequence[torch.Tensor], layout: Layout, sizes: Sequence[int])
     """Return the whole tensor, of parts that have so many rows."""
     dim = layout.dim
     if layout.is_inner:
-        blocks = [part.unflatten(dim, (-1, size)) for part, size in zip(parts, sizes, strict=True)]
+        blocks = [_unflat(part, dim, (-1, size)) for part, size in zip(parts, sizes, strict=True)]
         return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
     return torch.cat([*parts], dim)
 
@@ -205,7 +208,7 @@ class _Scatter(Function):
         part, layouts, like = ctx.of
         places = [at for at, is_there in enumerate(_agreed(part, [each is not None for each in grads])) if is_there]
         filled = (_zeros(*like[at]) if (grad := grads[at]) is None else grad for at in places)
-        gathered = _Gather.apply(part, [layouts[at] for at in places], *filled) if places else ()
+        gathered = gather(part, [layouts[at] for at in places], *filled) if places else ()
         return (None, None, *_spread(places, gathered, len(grads)))
 
 
@@ -224,7 +227,7 @@ class _Gather(Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         part, layouts = ctx.of
         places, present = _present(grads)
-        scattered = _Scatter.apply(part, [layouts[at] for at in places], *present) if places else ()
+        scattered = scatter(part, [layouts[at] for at in places], *present) if places else ()
         return (None, None, *_spread(places, scattered, len(grads)))
 
 
@@ -239,7 +242,7 @@ class _Shared(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return (None, *_Summed.apply(*ctx.of, *grads))
+        return (None, *_summed(*ctx.of, *grads))
 
 
 class _Summed(Function):
@@ -261,19 +264,20 @@ class _Summed(Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         part, mask = ctx.of
         places, present = _present(grads)
-        found = _spread(places, _Shared.apply(part, *present) if places else (), len(grads))
+        found = _spread(places, shared(part, *present) if places else (), len(grads))
         return (None, None, *(each if is_there else None for each, is_there in zip(found, mask, strict=True)))
 
 
 def mixed(part: Part, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return sums over all parts, for each part to go on with."""
-    sums: tuple[torch.Tensor, ...] = _Shared.apply(part, *_Summed.apply(part, parts, *parts))
+    sums: tuple[torch.Tensor, ...] = shared(part, *_summed(part, parts, *parts))
     return sums
 
 
 scatter: Callable[..., tuple[torch.Tensor, ...]] = _Scatter.apply
 gather: Callable[..., tuple[torch.Tensor, ...]] = _Gather.apply
 shared: Callable[..., tuple[torch.Tensor, ...]] = _Shared.apply
+_summed: Callable[..., tuple[torch.Tensor, ...]] = _Summed.apply
 
 
 # ---- a module whose parameters are shared ----
@@ -311,6 +315,8 @@ def substituted(modules: Sequence[nn.Module], slots: Slots, others: dict[nn.Para
 
 # ---- what sees the whole batch within a module ----
 
+_untraced: Callable[[Any], Any] = torch.compiler.disable  # what communicates is not traced
+
 
 def whole_batch(part_now: Callable[[], Part | None], stack: ExitStack) -> None:
     """Let batch normalisation, and means of torch's over what is no row, see the whole batch in divided calls.
@@ -323,7 +329,7 @@ def whole_batch(part_now: Callable[[], Part | None], stack: ExitStack) -> None:
     def put(name: str, ours: Callable[..., Any]) -> None:
         theirs = getattr(functional, name)
 
-        @torch.compiler.disable  # what communicates is not traced
+        @_untraced
         def of_part(part: Part, *args: Any, **options: Any) -> Any:
             part.inner += 1
             return ours(theirs, part, *args, **options)
@@ -354,8 +360,7 @@ def _batch_norm(
     if not training:
         return theirs(input, running_mean, running_var, weight, bias, training, momentum, eps)
     running = [] if running_mean is None or running_var is None else [running_mean, running_var]
-    result: torch.Tensor = _Normalised.apply(part, input, weight, bias, running, momentum, eps)
-    return result
+    return _normalised(part, input, weight, bias, running, momentum, eps)
 
 
 def _shaped(of_channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -405,6 +410,9 @@ class _Normalised(Function):
             None if to is None else of.to(to.dtype) for of, to in zip(slopes.flip(0), (weight, bias), strict=True)
         )
         return (None, of_x, *of_others, None, None, None)
+
+
+_normalised: Callable[..., torch.Tensor] = _Normalised.apply
 
 
 def _derived_again(

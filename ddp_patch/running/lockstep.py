@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -108,7 +109,9 @@ class Lockstep:
             block[8 * _NUMBERS :][:size] = flat
         blocks = [torch.empty_like(block) for _ in range(self.ranks)]
         self._together(lambda: dist.all_gather(blocks, block, self._group))
-        failed, *same, usuals, sizes = zip(*(each[: 8 * _NUMBERS].view(torch.int64).tolist() for each in blocks))
+        failed, *same, usuals, sizes = zip(
+            *(each[: 8 * _NUMBERS].view(torch.int64).tolist() for each in blocks), strict=True
+        )
         if any(failed):
             raise GivenUp
         if any(len({*each}) > 1 for each in same):
@@ -170,7 +173,7 @@ class Lockstep:
         for places in _buckets(tensors):
             held = [tensors[at] for at in places]
             flat = _flat(held)
-            self._together(lambda flat=flat: communicate(flat))
+            self._together(partial(communicate, flat))
             found |= dict(zip(places, _parts(flat, held), strict=True))
         return (found[at] for at in range(len(tensors)))
 

@@ -1,4 +1,4 @@
-"""Run a script of one process on several ranks as one: all run the whole script, and divide the calls of its modules."""
+"""Run a script of one process on several ranks as one: all run all of it, and divide the calls of its modules."""
 
 import logging
 import os

@@ -83,9 +83,13 @@ class State:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._held = [(held, dict(held)) for each in modules for held in (vars(each), each._buffers, each._modules)]
-        values = [value for held, _ in self._held for value in held.values()]
-        self._lists = [(each, type(each)(each)) for each in values if type(each) in {list, dict, set}]
+        self._held: list[tuple[Any, dict[str, Any]]] = [
+            (held, dict(held)) for each in modules for held in (vars(each), each._buffers, each._modules)
+        ]
+        values: list[Any] = [value for held, _ in self._held for value in held.values()]
+        self._lists: list[tuple[Any, Any]] = [
+            (each, copy.copy(each)) for each in values if type(each) in {list, dict, set}
+        ]
         self.tensors: list[torch.Tensor] = tensors_in(
             [each for each in values if not isinstance(each, nn.Module | dict)]
         )

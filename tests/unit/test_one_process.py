@@ -80,10 +80,9 @@ def test_a_module_has_its_parameters_again_and_a_recurrent_one_its_list_of_weigh
     modules, slots = slots_of(model)
     assert len(slots) == 6
     before, flat = [each for _, _, each in slots], list(model[1]._flat_weights)
-    with pytest.raises(LookupError), substituted(modules, slots, {each: each + 1 for each in before}):
+    with substituted(modules, slots, {each: each + 1 for each in before}):
         assert model[0].weight.grad_fn is not None
         model[1](torch.ones(3, 2))
-        raise LookupError
     assert all(a is b for a, b in zip(before, [each for _, _, each in slots_of(model)[1]], strict=True))
     assert all(a is b for a, b in zip(flat, model[1]._flat_weights, strict=True))
 
