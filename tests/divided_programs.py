@@ -225,6 +225,35 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
             found.append(loss.detach())
         """,
     ),
+    "a model that returns its loss and much more, which is read at times": (
+        "divided",
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(8, 20000)
+
+            def forward(self, a, b):
+                out = self.inner(a)
+                return F.cross_entropy(out, b), out
+
+        model, step = Net(), 0
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for a, b in batches():
+            loss, out = model(a, b)
+            step += 1
+            found.append(torch.tensor([*out.shape, len(out), out.size(1), out.dim()]))
+            if step % 2:
+                loss = loss + 0.1 * out.square().mean() + out[:, 0].sum()
+                with torch.no_grad():
+                    found += [(out.argmax(1) == b).sum().item(), out.max(), isinstance(out, torch.Tensor)]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        found.append(sum(p.detach().square().sum() for p in model.parameters()))
+        """,
+    ),
     "a model that averages its loss over a mask by itself": (
         "a mean by a number",
         """

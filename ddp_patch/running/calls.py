@@ -22,6 +22,7 @@ from ddp_patch.compat.private_torch import backward_in_progress, is_within_trans
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.running.divided import (
+    Later,
     Layout,
     Part,
     Slots,
@@ -29,6 +30,7 @@ from ddp_patch.running.divided import (
     gather,
     scatter,
     shared,
+    sizes_of,
     slots_of,
     substituted,
     whole_batch,
@@ -45,6 +47,7 @@ original_call: Callable[..., Any] = nn.Module.__call__
 _MOST_ROWS = 4  # dimensions that are tried
 _CLOSE = 1e-4  # how far what ranks compute alike may be apart, as a part of the norm
 _NOTHING = object()
+_LARGE = 2**18  # bytes of a part of what a module returns beside its loss
 _is_traced: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # torch does not list it
 _RAISES = ("a part of it raises", "it raises")  # so that no wrong number was computed
 
@@ -205,6 +208,7 @@ class Calls:
         modules, slots = slots_of(module)
         if not slots:
             return original_call(module, *args, **options)
+        args, options = mapped((args, options), lambda each: each.made() if isinstance(each, Later) else each)
         self._begin()
         if self.lockstep.ranks == 1:
             return original_call(module, *args, **options)
@@ -352,12 +356,17 @@ class Calls:
         if len(parts) != len(layouts):
             self._failed(part)
         has_drawn = torch.tensor([numbers is not None and numbers.are_drawn], dtype=torch.uint8)
-        flag = has_drawn.to(parts[0].device) if parts else has_drawn
-        *wholes, drawn = gather(part, [*layouts, Layout("sum")], *parts, flag)
+        flag, rows = has_drawn.to(parts[0].device) if parts else has_drawn, part.sizes[self.lockstep.rank]
+        late = [] if numbers is None else _late(parts, layouts)
+        part.late = tuple(size for at in late for size in sizes_of(parts[at], layouts[at], rows))
+        now = [at for at in range(len(parts)) if at not in late]
+        *wholes, drawn = gather(part, [*(layouts[at] for at in now), Layout("sum")], *(parts[at] for at in now), flag)
+        part.late = ()
         if numbers is not None:
             numbers.has_drawn = bool(drawn)
-        found = iter(wholes)
-        return mapped(output, lambda _: next(found), objects=True)
+        found = dict(zip(now, wholes, strict=True)) | {at: Later.of(part, layouts[at], parts[at]) for at in late}
+        places = iter(range(len(parts)))
+        return mapped(output, lambda _: found[next(places)], objects=True)
 
     def _compare(self, called: Called, form: Form, given: Given) -> None:
         from ddp_patch.running.comparing import compared  # which imports this module
@@ -380,6 +389,13 @@ class Calls:
             self.tell(f"{called.place} {called.name}: calls are whole on every rank, because {why}.")
         elif why is not None:
             form.right = form.calls
+
+
+def _late(parts: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> list[int]:
+    """Return which outputs wait until somebody reads them: large ones of a module that returns its loss as well."""
+    has_loss = any(layout.kind == "mean" and not part.dim() for part, layout in zip(parts, layouts, strict=True))
+    pairs = enumerate(zip(parts, layouts, strict=True)) if has_loss else ()
+    return [at for at, (part, layout) in pairs if layout.kind == "rows" and part.nbytes > _LARGE]
 
 
 def rows_of(tensors: Sequence[torch.Tensor], ranks: int) -> list[list[int | None]]:

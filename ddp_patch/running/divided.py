@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from ddp_patch.compat.private_torch import kept_weights
 from ddp_patch.running.lockstep import GivenUp, Lockstep
+from ddp_patch.running.trees import mapped
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ class Part:
         doing: What errors say that a rank does.
         n: How many rows there are.
         inner: How often something within the call has seen the whole batch.
+        late: The sizes of what is gathered when it is read.
     """
 
     lockstep: Lockstep
     doing: str
     n: int
     inner: int = 0
+    late: tuple[int, ...] = ()
 
     @property
     def bounds(self) -> list[int]:
@@ -117,6 +120,14 @@ def _of_part(whole: torch.Tensor, layout: Layout, part: Part) -> torch.Tensor:
     return whole.clone() if layout.kind == "sum" else whole * ((end - begin) / part.n)
 
 
+def sizes_of(tensor: torch.Tensor, layout: Layout, rows: int) -> list[int]:
+    """Return the shape of a part that has so many rows, for one row."""
+    shape = [*tensor.shape]
+    if layout.kind == "rows":
+        shape[layout.dim] //= rows
+    return shape
+
+
 def _of_all(parts: Sequence[torch.Tensor], layouts: Sequence[Layout], part: Part) -> list[torch.Tensor]:
     """Return the wholes that all ranks' parts make up.
 
@@ -124,14 +135,11 @@ def _of_all(parts: Sequence[torch.Tensor], layouts: Sequence[Layout], part: Part
         GivenUp: Other ranks have other shapes, so that they make up none.
     """
     rank, sizes = part.lockstep.rank, part.sizes
-    shapes = [[*each.shape] for each in parts]
-    for shape, layout in zip(shapes, layouts, strict=True):
-        if layout.kind == "rows":
-            shape[layout.dim] //= sizes[rank]
+    shapes = [sizes_of(each, layout, sizes[rank]) for each, layout in zip(parts, layouts, strict=True)]
     sent = [at for at, layout in enumerate(layouts) if layout.kind != "alike" or _is_derived(parts[at])]
     pieces = [_padded(parts[at]) for at in sent]
     flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-    usual = tuple(number for shape in shapes for number in (len(shape), *shape))
+    usual = (*part.late, *(number for shape in shapes for number in (len(shape), *shape)))
     flats = part.lockstep.gather(part.doing, flat, usual)
     if flats is None:
         raise GivenUp
@@ -278,6 +286,39 @@ scatter: Callable[..., tuple[torch.Tensor, ...]] = _Scatter.apply
 gather: Callable[..., tuple[torch.Tensor, ...]] = _Gather.apply
 shared: Callable[..., tuple[torch.Tensor, ...]] = _Shared.apply
 _summed: Callable[..., tuple[torch.Tensor, ...]] = _Summed.apply
+
+
+class Later(torch.Tensor):
+    """A whole tensor that is gathered when it is first read; on all ranks, as they run the same script."""
+
+    @staticmethod
+    def of(part: Part, layout: Layout, own: torch.Tensor) -> "Later":
+        """Return the whole tensor of which this rank has a part."""
+        shape = sizes_of(own, layout, part.sizes[part.lockstep.rank])
+        shape[layout.dim] *= part.n
+        made = torch.empty(shape, dtype=own.dtype, device="meta").as_subclass(Later)
+        vars(made).update(part=part, layout=layout, own=own, whole=None)
+        return made
+
+    def made(self) -> torch.Tensor:
+        """Return the tensor."""
+        held = vars(self)
+        if held["whole"] is None:
+            with torch.enable_grad():
+                (held["whole"],) = gather(held["part"], [held["layout"]], held["own"])
+            held["own"] = None
+        whole: torch.Tensor = held["whole"]
+        return whole
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_SHAPES:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        args, kwargs = mapped((args, kwargs or {}), lambda each: each.made() if isinstance(each, Later) else each)
+        return func(*args, **kwargs)
+
+
+_OF_SHAPES = {torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.__len__}  # type: ignore[attr-defined]  # a property
 
 
 # ---- a module whose parameters are shared ----

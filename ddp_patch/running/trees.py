@@ -83,6 +83,7 @@ class State:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
         self._held: list[tuple[Any, dict[str, Any]]] = [
             (held, dict(held)) for each in modules for held in (vars(each), each._buffers, each._modules)
         ]
@@ -115,10 +116,11 @@ class State:
         """Return plain values and copies of tensors that they hold now."""
         found: dict[str, Any] = {}
         for at, (held, _) in enumerate(self._held):
+            of = f"module {at // 3}, {type(self._modules[at // 3]).__name__}"
             for name, value in held.items():
-                for place, leaf in enumerate(leaves_of(value)) if not isinstance(value, nn.Module) else ():
+                for place, leaf in enumerate(leaves_of(value)) if not isinstance(value, nn.Module) and name != "_buffers" else ():
                     if isinstance(leaf, torch.Tensor):
-                        found[f"{name} ({at}, {place})"] = leaf.detach().clone()
-                    elif type(leaf) in PLAIN:
-                        found[f"{name} ({at}, {place})"] = leaf
+                        leaf = leaf.detach().clone()
+                    if isinstance(leaf, torch.Tensor) or type(leaf) in PLAIN:
+                        found[f"{name} of {of}" + f" ({place})" * (place > 0)] = leaf
         return found
