@@ -174,7 +174,7 @@ def test_an_error_of_one_rank_is_told(tmp_path: Path) -> None:
                 print("epoch", epoch, len(batch))
             """,
             1,
-            ["steps: the same in 5 steps", "It fails on 2 ranks", "of rank 1 is"],
+            ["It fails on 2 ranks, by exit code 1", "rank 1 is", "RankMismatchError"],
             id="a rank that computes something else",
         ),
         pytest.param(

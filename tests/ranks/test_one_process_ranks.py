@@ -175,7 +175,7 @@ WRONG: list[tuple[Callable[..., None], type[Exception], list[str]]] = [
     (
         other_ways,
         RankMismatchError,
-        ["rank 0 compares a call of Sequential", "rank 1 compares a call of Linear", "after 4 calls"],
+        ["rank 0 makes a step of an optimizer", "rank 1 compares a call of Linear", "after 4 calls"],
     ),
     (
         left_earlier,
