@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -34,29 +34,31 @@ __all__ = [
     "RUNNING_ITERATOR",
     "AroundIterator",
     "BatchesOf",
+    "DispatchMode",
     "RunningLoader",
     "WorkerInfo",
+    "argument_names",
     "backward_in_progress",
     "call_at_second_batch",
     "default_store",
     "forget_iterator",
     "gather_in_background",
     "gloo_group",
-    "has_gradient_hooks",
     "has_own_iteration",
     "has_own_iterators",
     "has_thread_workers",
     "imported_fsdp",
     "is_torch_batch_sampler",
     "is_torchdatas",
+    "is_within_transform",
     "items_changed",
+    "kept_weights",
     "length_not_noted",
     "noted_worker_info",
-    "operation_number",
-    "operations_so_far",
     "rank_noted",
     "replace_worker_seed",
     "root_mesh",
+    "tables_of",
     "worker_info_told",
 ]
 
@@ -93,9 +95,11 @@ def _lacking(name: str, needed_for: str, instead: str = "") -> TorchVersionError
 
 
 if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
     from torch.utils.data._utils.worker import WorkerInfo
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 else:
+    DispatchMode = _private("torch.utils._python_dispatch.TorchDispatchMode", "Running scripts as one process")
     _BaseDataLoaderIter = _private("torch.utils.data.dataloader._BaseDataLoaderIter", "Counting a loader's batches")
     # The class of what ``get_worker_info()`` returns, which has no public name.
     WorkerInfo = _private("torch.utils.data._utils.worker.WorkerInfo", "Sharing an iterable dataset")
@@ -125,22 +129,32 @@ def backward_in_progress() -> Callable[[], bool]:
     return lambda: number() != -1
 
 
-def operation_number(node: Any) -> int:
-    """Return how many operations that have a gradient were there before one; -1 if this torch does not tell."""
-    number: int = getattr(node, "_sequence_nr", lambda: -1)()
-    return number
+@contextmanager
+def kept_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Let recurrent modules have the lists of their weights again, which are replaced while entered."""
+    names = ("_flat_weights", "_flat_weight_refs")
+    recurrent = [vars(each) for each in modules if isinstance(each, torch.nn.RNNBase)]
+    before = [{name: attributes[name] for name in names if name in attributes} for attributes in recurrent]
+    try:
+        yield
+    finally:
+        for attributes, kept in zip(recurrent, before, strict=True):
+            attributes.update(kept)
 
 
-def operations_so_far() -> int:
-    """Return how many operations that have a gradient were there in this thread."""
-    with torch.enable_grad():
-        return operation_number(torch.zeros((), requires_grad=True, device="cpu").clone().grad_fn)
+def tables_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a module's own tables of parameters, buffers and inner modules: what its attributes are looked up in."""
+    return module._parameters, module._buffers, module._modules
 
 
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Return whether hooks see a parameter's gradient while ``backward()`` runs; False if this torch does not tell."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(parameter, name, None) for name in names)
+def argument_names(operation: Any) -> list[str]:
+    """Return the names of the arguments of one of torch's operations, in their order."""
+    return [each.name for each in operation._schema.arguments]
+
+
+def is_within_transform() -> bool:
+    """Return whether this runs within a transform of ``torch.func``, such as ``grad`` or ``vmap``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def imported_fsdp() -> Any:

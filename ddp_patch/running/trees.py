@@ -1,0 +1,129 @@
+"""The tensors in what a module is given, or returns; and what modules hold."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_patch.compat.private_torch import tables_of
+from ddp_patch.running.lockstep import apart
+
+__all__ = ["PLAIN", "State", "leaves_of", "mapped", "tensors_in"]
+
+PLAIN = {bool, int, float, str, type(None)}
+_NO_HOLDERS = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.device, torch.dtype, torch.Generator)
+
+
+def _parts(value: Any, objects: bool) -> dict[Any, Any] | None:
+    """Return what a value holds, by key, index or name; None if it is no container."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    is_holder = is_dataclass(value) or (objects and hasattr(value, "__dict__"))
+    return dict(vars(value)) if is_holder and not isinstance(value, _NO_HOLDERS) else None
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], Any], *, objects: bool = False) -> Any:
+    """Return a value with other tensors in it; what holds none is the same object.
+
+    Args:
+        value: A tensor, or a list, tuple, dict or dataclass of some, nested in any way.
+        change: Is given each tensor, in their order.
+        objects: Whether attributes of other objects count, too.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if (parts := _parts(value, objects)) is None:
+        return value
+    changed = {key: mapped(part, change, objects=objects) for key, part in parts.items()}
+    if all(changed[key] is part for key, part in parts.items()):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(*changed.values()) if hasattr(value, "_fields") else type(value)(changed.values())
+    if type(value) is dict:
+        return changed
+    copied: Any = copy.copy(value)
+    for key, part in changed.items():
+        if part is parts[key]:
+            continue
+        if isinstance(value, Mapping):
+            copied[key] = part
+        else:
+            object.__setattr__(copied, key, part)
+    return copied
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return what a value is made of: tensors, and all that holds nothing."""
+    parts = None if isinstance(value, torch.Tensor) else _parts(value, True)
+    return [value] if parts is None else [leaf for part in parts.values() for leaf in leaves_of(part)]
+
+
+def tensors_in(value: Any, *, objects: bool = False) -> list[torch.Tensor]:
+    """Return the tensors in a value, in the order of ``mapped``."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(value, note, objects=objects)
+    return found
+
+
+class State:
+    """What modules hold beside their parameters.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._held: list[tuple[Any, dict[str, Any]]] = [
+            (held, dict(held)) for each in modules for held in (vars(each), *tables_of(each)[1:])
+        ]
+        values: list[Any] = [value for held, _ in self._held for value in held.values()]
+        self._lists: list[tuple[Any, Any]] = [
+            (each, copy.copy(each)) for each in values if type(each) in {list, dict, set}
+        ]
+        self.tensors: list[torch.Tensor] = tensors_in(
+            [each for each in values if not isinstance(each, nn.Module | dict)]
+        )
+        self._copies = [each.detach().clone() for each in self.tensors]
+
+    def put_back(self) -> None:
+        """Let them hold what they held."""
+        for held, before in self._held:
+            held.clear()
+            held.update(before)
+        for value, copied in self._lists:
+            if isinstance(value, list):
+                value[:] = copied
+            elif value is not copied:
+                value.clear()
+                value.update(copied)
+        with torch.no_grad():
+            for tensor, copied in zip(self.tensors, self._copies, strict=True):
+                if apart(tensor, copied):
+                    tensor.data.copy_(copied)
+
+    def now(self) -> dict[str, Any]:
+        """Return plain values and copies of tensors that they hold now."""
+        found: dict[str, Any] = {}
+        for at, (held, _) in enumerate(self._held):
+            of = f"module {at // 3}, {type(self._modules[at // 3]).__name__}"
+            for name, value in held.items():
+                for place, leaf in (
+                    enumerate(leaves_of(value)) if not isinstance(value, nn.Module) and name != "_buffers" else ()
+                ):
+                    if isinstance(leaf, torch.Tensor):
+                        leaf = leaf.detach().clone()
+                    if isinstance(leaf, torch.Tensor) or type(leaf) in PLAIN:
+                        found[f"{name} of {of}" + f" ({place})" * (place > 0)] = leaf
+        return found
