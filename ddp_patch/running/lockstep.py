@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ddp_patch.errors import MissingRanksError, RankMismatchError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.ranks.exchange import by_value, ranks_text
+from ddp_patch.running.alike import asked
 from ddp_patch.validation import counted
 
 __all__ = ["GivenUp", "Lockstep", "checksums", "seed_all"]
@@ -100,7 +101,7 @@ class Lockstep:
         goes_along = not flat.is_cuda and flat.numel() <= _ROOM
         size = flat.numel() if goes_along else -flat.numel()
         done = crc32(f"{self._exchanges} {self.calls} {self.steps}".encode())
-        own = torch.tensor([has_failed, crc32(doing.encode()), done, hash(usual) >> 2, size], device="cpu")
+        own = torch.tensor([has_failed, crc32(f"{doing} {asked()}".encode()), done, hash(usual) >> 2, size], device="cpu")
         block = torch.empty(8 * _NUMBERS + _ROOM, dtype=torch.uint8, device="cpu")
         block[: 8 * _NUMBERS] = own.view(torch.uint8)
         if goes_along:
@@ -179,7 +180,9 @@ class Lockstep:
             ) from None
 
     def _mismatch(self, doing: str) -> RankMismatchError:
-        rows = by_value(dict(enumerate(self.gathered(f"{doing} at {script_line(sys._getframe())}, {self.done}"))))
+        world = f", after {asked()}" if asked() else ""
+        row = f"{doing} at {script_line(sys._getframe())}, {self.done}{world}"
+        rows = by_value(dict(enumerate(self.gathered(row))))
         listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())
         return RankMismatchError(
             f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script: {_SAME_STEPS}"

@@ -18,9 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.loaders.hooks import Use, called_before
 from ddp_patch.options import Options
+from ddp_patch.running.alike import alike
 from ddp_patch.running.calls import Calls
 from ddp_patch.running.launch import backend_here, group_made, is_started, told
 from ddp_patch.running.loader_reports import (
@@ -180,6 +182,9 @@ class OneProcess(Summary):
             )
         if home:  # else the command has done so
             self._stack.enter_context(shadowed(self._lockstep.rank, home))
+            # By a name that no other session has.
+            store = dist.PrefixStore(home, default_store())  # type: ignore[attr-defined]  # torch documents it
+            self._stack.enter_context(alike(store, self._lockstep.rank, self._lockstep.ranks, timeout))
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         """Tell the user something, once, on the first rank."""
