@@ -102,15 +102,17 @@ class Loading:
             known = self._known[loader] = _Loader(name, self._loaders, why or _why_whole(loader))
         with unpatched():  # what is iterated here
             kept = self._kept.get(loader)
-            if known.why and kept is None:
-                is_decided = known.requested and not known.gives_first
-                return None if is_decided else _Pass(iter(loader), None, partial(self._whole, loader, known))
-            known.way = "trial" if known.way == "whole" and not known.why else known.way
-            copied = self._copied(loader, known) if kept is None else kept
-            if loader.persistent_workers:
-                self._kept[loader] = copied
-            requests: Any = copied.batch_sampler
-            return _Pass(iter(copied), requests, partial(self._given, loader, known))
+            if known.why and kept is None and known.requested and not known.gives_first:
+                return None
+            if not known.why and known.way == "whole":
+                known.way = "trial"
+            own = kept
+            if own is None:
+                own = loader if known.why else self._copied(loader, known)
+            if loader.persistent_workers and own is not loader:
+                self._kept[loader] = own
+            requests: Any = None if own is loader else own.batch_sampler
+            return _Pass(iter(own), requests, partial(self._given, loader, known))
 
     def _copied(self, loader: DataLoader[Any], known: _Loader) -> DataLoader[Any]:
         return copy_loader(
@@ -139,19 +141,6 @@ class Loading:
 
     # ---- what a pass gives ----
 
-    def _whole(self, loader: DataLoader[Any], known: _Loader, _: object, given: Any, failure: Exception | None) -> Any:
-        """Return a batch that every rank has read by itself: rank 0's, if the first ones are not the same."""
-        if not known.requested and failure is None:
-            known.requested += 1
-            own = packed(given, by_value=True) if _can_be_sent(given) else b""
-            known.gives_first = not self._lockstep.meet(f"takes the first batch of {known.name}", crc32(own))
-            self._tell(loader, _told(known))
-        if known.gives_first:
-            given, failure = self._of_first(known, given, failure)
-        if failure is not None:
-            raise failure
-        return given
-
     def _of_first(self, known: _Loader, given: Any, failure: Exception | None) -> tuple[Any, Exception | None]:
         """Return what rank 0 was given."""
         if self._lockstep.rank:
@@ -163,25 +152,30 @@ class Loading:
         self, loader: DataLoader[Any], known: _Loader, request: Request | None, given: Any, failure: Exception | None
     ) -> Any:
         """Return a batch of what was read of it, or raise what reading it has raised."""
-        way = "whole" if request is None else request.way
         in_main = threading.current_thread() is threading.main_thread()
+        way = "whole" if request is None else request.way
+        if way == "part" and not in_main:
+            raise UnsupportedLoaderError(
+                f"Taking a batch of {known.name}: the ranks read parts of it, and send each other these in their main "
+                "threads alone. Begin its passes in the thread that takes the batches, which then reads all of each; "
+                "or pass --except and where the loader is made."
+            )
         if way == "part":
-            if not in_main:
-                raise UnsupportedLoaderError(
-                    f"Taking a batch of {known.name}: the ranks read parts of it, and send each other these in their "
-                    "main threads alone. Begin its passes in the thread that takes the batches, which then reads all "
-                    "of each; or pass --except and where the loader is made."
-                )
             given, failure = self._joined(loader, known, given, failure)
-        else:
-            if way == "trial" and failure is None:
-                trial, given = given, given.batch
-                if not known.why:
-                    self._try(loader, known, trial, in_main=in_main)
-            elif way == "trial" and not known.why:
-                known.way = "trial"
-            if known.gives_first and in_main:
-                given, failure = self._of_first(known, given, failure)
+        elif way == "trial" and failure is not None:
+            known.way = "whole" if known.why else "trial"
+        elif way == "trial":
+            trial, given = given, given.batch
+            known.why = known.why or ("" if in_main else "it is iterated in another thread")
+            if not known.why:
+                self._try(loader, known, trial)
+        elif not known.requested and failure is None and in_main:
+            known.requested += 1
+            own = packed(given, by_value=True) if _can_be_sent(given) else b""
+            known.gives_first = not self._lockstep.meet(f"takes the first batch of {known.name}", crc32(own))
+            self._tell(loader, _told(known))
+        if known.gives_first and way != "part" and in_main:
+            given, failure = self._of_first(known, given, failure)
         if failure is not None:
             raise failure
         if loader.pin_memory and torch.cuda.is_available():
@@ -218,11 +212,8 @@ class Loading:
 
     # ---- what a trial shows ----
 
-    def _try(self, loader: DataLoader[Any], known: _Loader, trial: Trial, *, in_main: bool) -> None:
+    def _try(self, loader: DataLoader[Any], known: _Loader, trial: Trial) -> None:
         """Find out if the parts of a batch make the batch, and decide how the loader goes on."""
-        if not in_main:
-            known.why = "it is iterated in another thread"
-            return
         self._lockstep.meet(f"takes a first batch of {known.name}")
         calls = loader.num_workers == 0 and self._lockstep.calls != known.calls
         why = trial.why or ("its dataset calls a module" if calls else "")
