@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import Options
+from ddp_patch.running.alike import alike
 from ddp_patch.running.check import RECORDING, check, recorded
 from ddp_patch.running.context import running
 from ddp_patch.running.launch import (
@@ -29,6 +30,7 @@ from ddp_patch.running.launch import (
     rank_zero_speaks,
     shadows,
     started,
+    store_of_ranks,
     told,
 )
 from ddp_patch.running.loader_reports import EachRank, Patterns, logger
@@ -156,6 +158,8 @@ def _begin(given: argparse.Namespace, recording: Path | None, stack: ExitStack) 
             world = ExitStack()
             world.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))
             atexit.register(world.close)  # after what the script has registered, which writes, too
+        if (ranks := int(told("WORLD_SIZE"))) > 1:
+            stack.enter_context(alike(store_of_ranks(), rank, ranks, Options().timeout))
     seed_all(drawn_seed() if given.seed is None else given.seed)
     if recording is not None:
         stack.enter_context(recorded(recording, rank, given.steps))

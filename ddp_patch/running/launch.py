@@ -24,6 +24,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from _ddp_patch_command import INTERRUPTED
 from ddp_patch.errors import MissingRanksError, WorldError
@@ -45,6 +46,7 @@ __all__ = [
     "rank_zero_speaks",
     "shadows",
     "started",
+    "store_of_ranks",
     "told",
 ]
 
@@ -96,6 +98,13 @@ def group_made(backend: str, **options: Any) -> Iterator[None]:
     finally:
         if dist.is_initialized():  # the script may have destroyed it already
             dist.destroy_process_group()
+
+
+def store_of_ranks() -> Any:
+    """Return a store of the ranks that ``-n`` has started, before there is a process group."""
+    with patch.dict(os.environ, _hidden):
+        store, _, _ = next(rendezvous("env://"))
+    return dist.PrefixStore("ddp_patch", store)  # type: ignore[attr-defined]  # torch documents it
 
 
 def backend_here() -> str:

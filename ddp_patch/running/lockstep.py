@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ddp_patch.errors import MissingRanksError, RankMismatchError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.ranks.exchange import by_value, ranks_text
+from ddp_patch.running.alike import asked
 from ddp_patch.validation import counted
 
 __all__ = ["GivenUp", "Lockstep", "checksums", "seed_all"]
@@ -102,7 +103,7 @@ class Lockstep:
         goes_along = not flat.is_cuda and flat.numel() <= _ROOM
         size = flat.numel() if goes_along else -flat.numel()
         done = crc32(f"{self._exchanges} {self.calls} {self.steps}".encode())
-        own = torch.tensor([has_failed, crc32(doing.encode()), done, hash(usual) >> 2, size], device="cpu")
+        own = torch.tensor([has_failed, crc32(f"{doing} {asked()}".encode()), done, hash(usual) >> 2, size], device="cpu")
         block = torch.empty(8 * _NUMBERS + _ROOM, dtype=torch.uint8, device="cpu")
         block[: 8 * _NUMBERS] = own.view(torch.uint8)
         if goes_along:
@@ -188,7 +189,8 @@ class Lockstep:
             ) from None
 
     def _mismatch(self, doing: str) -> RankMismatchError:
-        texts = [f"{doing} at {script_line(sys._getframe())}, {self.done}"] * self.ranks
+        world = f", after {asked()}" if asked() else ""
+        texts = [f"{doing} at {script_line(sys._getframe())}, {self.done}{world}"] * self.ranks
         self._together(lambda: dist.all_gather_object(texts, texts[0], self._group))
         rows = by_value(dict(enumerate(texts)))
         listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())

@@ -18,9 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.loaders.hooks import Use, called_before
 from ddp_patch.options import Options
+from ddp_patch.running.alike import alike
 from ddp_patch.running.calls import Calls
 from ddp_patch.running.launch import backend_here, group_made, is_started, told
 from ddp_patch.running.loader_reports import (
@@ -33,6 +35,7 @@ from ddp_patch.running.loader_reports import (
     unpatched,
     user_of,
 )
+from ddp_patch.running.loading import Loading
 from ddp_patch.running.lockstep import GivenUp, Lockstep, seed_all
 from ddp_patch.running.overlay import shadowed
 from ddp_patch.validation import counted
@@ -70,6 +73,7 @@ class OneProcess(Summary):
         self._told: set[str] = set()
         self._has_begun = False
         self._lockstep = Lockstep()
+        self._loading = Loading(self._lockstep, self._tell_of)
         self._calls = Calls(self._lockstep, self._begin, self._tell)
 
     @contextmanager
@@ -120,10 +124,10 @@ class OneProcess(Summary):
     def used(self, loader: DataLoader[Any], use: Use) -> None:
         """Take note of a loader that is used otherwise than iterated: it is whole."""
 
-    def _iterated(self, loader: DataLoader[Any]) -> None:
-        """Note a pass over a loader."""
+    def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
+        """Note a pass over a loader, and return its iterator; None if the loader itself makes it."""
         if self._is_off() or user_of(loader) is not None or is_too_soon(loader, None):
-            return
+            return None
         self._begin()
         if (record := self._known.get(loader)) is None:
             with unpatched():  # what looking at it iterates
@@ -132,8 +136,16 @@ class OneProcess(Summary):
                     record.note_fate("whole", loader, "whole on every rank,")
             self._known[loader] = record
             self.records.append(record)
-            self._tell(record.line, logging.INFO)
+            if record.note or self._lockstep.ranks == 1:  # else more is known after its first batches
+                self._tell(record.line, logging.INFO)
         record.passes += 1
+        return None if record.note else self._loading.begin(loader, f"the loader made at {record.place}")
+
+    def _tell_of(self, loader: DataLoader[Any], how: str) -> None:
+        """Tell how a loader is read."""
+        record = self._known[loader]
+        record.note_fate(how, loader, f"{how},")
+        self._tell(record.line, logging.INFO)
 
     @property
     def _ranks(self) -> int:
@@ -182,6 +194,9 @@ class OneProcess(Summary):
             )
         if home:  # else the command has done so
             self._stack.enter_context(shadowed(self._lockstep.rank, home))
+            # By a name that no other session has.
+            store = dist.PrefixStore(home, default_store())  # type: ignore[attr-defined]  # torch documents it
+            self._stack.enter_context(alike(store, self._lockstep.rank, self._lockstep.ranks, timeout))
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         """Tell the user something, once, on the first rank."""

@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from inspect import signature
@@ -29,7 +29,7 @@ import torch
 
 from ddp_patch.compat.files import files_opened_by
 
-__all__ = ["Layer", "kept", "open_file", "shadowed"]
+__all__ = ["Layer", "entries_of", "kept", "open_file", "places_left_alone", "shadowed"]
 
 # What a call does at a path: it looks, or it changes what is there, and follows links; or it changes which file has the
 # name; or it also moves all that is in a folder.
@@ -312,7 +312,7 @@ class Shadow:
     def scandir(self, path: Any = ".") -> Any:
         """Return what is in a folder, as ``os.scandir``."""
         folder: Any = os.fspath("." if path is None else path)
-        return _Entries(map(partial(_Entry, folder), self.listdir(folder)))
+        return entries_of(folder, self.listdir(folder))
 
 
 class _Entry:
@@ -362,7 +362,21 @@ class _Entries(ExitStack, Iterator[_Entry]):
         return next(self._entries)
 
 
+def entries_of(folder: Any, names: Iterable[Any], known: Mapping[Any, Any] = {}) -> Any:
+    """Return what ``os.scandir`` returns of a folder: entries of these names, some of which are known."""
+    return _Entries(known.get(name) or _Entry(folder, name) for name in names)
+
+
 # ---- to let a rank see its world ----
+
+
+def places_left_alone() -> tuple[str, ...]:
+    """Return how paths begin that are read and written where they are."""
+    caches = (os.environ.get(name) or usual for name, usual in _CACHES.items())
+    # Sockets of multiprocessing are made in C, in a folder that is made when it is first asked for.
+    places = (os.path.realpath(os.path.expanduser(each)) for each in (*_DEVICES, get_temp_dir(), *caches))
+    compiled = os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_")  # and the user's name
+    return *(f"{each}{os.sep}" for each in places), compiled
 
 
 @contextmanager
@@ -378,11 +392,7 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
     home = os.path.realpath(folder)
     own = os.path.join(home, f"rank-{rank}")
     _make_folders(own)
-    caches = (os.environ.get(name) or usual for name, usual in _CACHES.items())
-    # Sockets of multiprocessing are made in C, in a folder that is made when it is first asked for.
-    places = (os.path.realpath(os.path.expanduser(each)) for each in (home, *_DEVICES, get_temp_dir(), *caches))
-    compiled = os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_")  # and the user's name
-    left_alone = (*(f"{each}{os.sep}" for each in places), compiled)
+    left_alone = (f"{home}{os.sep}", *places_left_alone())
     past = Layer(os.path.join(home, "past"), None, left_alone)
     try:
         with ExitStack() as stack:
