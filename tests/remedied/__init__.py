@@ -58,6 +58,7 @@ UNMET = {
     "Look for its error and start all ranks again": _RANKS_END,
     "Take the state a step earlier": "workers that take 10 s to report an end",
     "Begin the epoch again": "the same dataset with other items than before: test_parts_resume.py",
+    "Pass callbacks=[PatchDataLoaders": "tests/integrations/test_lightning_resume.py, with Lightning",
     "Call gather_step": "tests/integrations/test_training.py, with accelerate",
     "Patch a loader of the few samples to overfit": "tests/integrations/test_lightning.py, with Lightning",
 }
