@@ -5,7 +5,8 @@ arguments choose some. Each script gets small data of ours, and runs as it is, a
 (``scripts_recorder.py``): then all ranks must end with the parameters of one, and print its numbers, and write its
 files. What varies between two runs on one rank is not compared.
 
-``--json FILE`` keeps all that was found.
+``--json FILE`` keeps all that was found, and leaves out scripts that it has already. ``--quick`` is content with two
+ranks, held still.
 """
 
 import argparse
@@ -135,29 +136,29 @@ class Trial:
         return {**os.environ, **own}
 
 
-def tried(script: Script, checkouts: Path) -> Found:
+def tried(script: Script, checkouts: Path, *, quick: bool) -> Found:
     """Run a script on one rank and on several, still and as it is, and return what was found."""
     found = Found(f"{script.repository}: {script.path}", "right")
     with tempfile.TemporaryDirectory() as temporary:
         trial = Trial(script, checkouts, Path(temporary))
-        for still in (True, False):
-            compare(trial, found, still=still)
+        for still in (True,) if quick else (True, False):
+            compare(trial, found, RANKS[:1] if quick or not still else RANKS, still=still)
             if found.verdict in ("not run", "crash"):
                 break
     return found
 
 
-def compare(trial: Trial, found: Found, *, still: bool) -> None:
+def compare(trial: Trial, found: Found, several: Sequence[int], *, still: bool) -> None:
     """Compare a script's ranks with one, and put into ``found`` what differs."""
     one, but = trial.run(1, still=still), None
     if one.code:
         found.verdict, found.why = "not run", [f"still={still}", *one.errors.strip().splitlines()[-4:]]
         return
-    for ranks in RANKS if still else RANKS[:1]:
+    for ranks in several:
         many = trial.run(ranks, still=still)
-        if not still:
-            found.seconds = [one.seconds, many.seconds]
-            found.said = [line for line in many.errors.splitlines() if line.startswith("ddp_patch")]
+        if ranks == RANKS[0]:
+            found.seconds = [one.seconds, many.seconds]  # as it is, in the end
+            found.said = said(many.errors)
         if many.code:
             last = many.errors.strip().splitlines()[-12:]
             is_told = any(name in line for line in last for name in SAID)
@@ -171,10 +172,22 @@ def compare(trial: Trial, found: Found, *, still: bool) -> None:
         if still:
             apart += parameters_apart(one, many, found)
         if apart:
-            warned = [line for line in many.errors.splitlines() if line.startswith("ddp_patch") and "Warning" in line]
+            warned = [line for line in said(many.errors) if "Warning" in line]
             if still or found.verdict == "right":
                 found.verdict = "told" if warned else ("silent" if still else "right, but for what is drawn")
             found.why += [f"{ranks} ranks, still={still}: {each}" for each in apart[:6]] + warned[:3]
+
+
+def said(errors: str) -> list[str]:
+    """Return what the package said: its lines, and those that go on with them."""
+    lines, found, is_ours = errors.splitlines(), [], False
+    for line in lines:
+        is_ours = line.startswith("ddp_patch") or (
+            is_ours and line.startswith(("  ", "the ", "1 rank", "2 ranks", "3 ranks"))
+        )
+        if is_ours or "ddp_patch" in line:
+            found.append(line)
+    return found
 
 
 def parameters_apart(one: Ran, many: Ran, found: Found) -> list[str]:
@@ -211,12 +224,17 @@ def main() -> None:
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("chosen", nargs="*")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    has_file = options.json and options.json.exists()
+    known = {json.loads(line)["script"] for line in options.json.read_text().splitlines()} if has_file else set()
     print("| script | verdict | 2 and 3 ranks beside 1 | seconds, 1 and 2 ranks |\n| --- | --- | --- | --- |")
     for script in SCRIPTS:
         if options.chosen and not any(one in f"{script.repository}/{script.path}" for one in options.chosen):
             continue
-        found = tried(script, options.checkouts.resolve())
+        if f"{script.repository}: {script.path}" in known:
+            continue
+        found = tried(script, options.checkouts.resolve(), quick=options.quick)
         print(row(found), flush=True)
         for line in found.why:
             print("   ", line, file=sys.stderr, flush=True)
