@@ -12,6 +12,7 @@ ranks, held still.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,8 @@ RANKS = (2, 3)
 LIMIT_S = 900.0
 CLOSE = {True: 1e-7, False: 1e-3}  # of numbers and of the largest parameter: held still, in double precision; as it is
 GIT = shutil.ignore_patterns(".git")
-SAID = ("ddp_patch", "RankMismatchError", "ddp-patch")
+OURS = re.compile(r"ddp_patch\.errors\.(\w+)")
+DIVIDED = re.compile(r"([\d,]+) divided over")
 
 
 @dataclass
@@ -49,10 +51,12 @@ class Found:
     """What was found of a script.
 
     Attributes:
-        verdict: "right", "told", "crash", "silent", or "not run" if one process of it fails.
+        verdict: "right", "told" if a warning says that it is not, "silent" if none does, the name of an error of the
+            package, "crash" for another one, or "not run" if one process of it fails.
         why: For all but "right": what differs, or how it ended.
         differs: The largest difference of a parameter on 2 and 3 ranks, held still, as a part of the largest one.
         seconds: How long one rank took, and two, as it is.
+        divided: How many calls two ranks divided.
         said: What the package said of it, on two ranks.
     """
 
@@ -61,6 +65,7 @@ class Found:
     why: list[str] = field(default_factory=list)
     differs: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    divided: int = 0
     said: list[str] = field(default_factory=list)
 
 
@@ -143,7 +148,7 @@ def tried(script: Script, checkouts: Path, *, quick: bool) -> Found:
         trial = Trial(script, checkouts, Path(temporary))
         for still in (True,) if quick else (True, False):
             compare(trial, found, RANKS[:1] if quick or not still else RANKS, still=still)
-            if found.verdict in ("not run", "crash"):
+            if found.verdict not in ("right", "told", "silent"):
                 break
     return found
 
@@ -159,10 +164,13 @@ def compare(trial: Trial, found: Found, several: Sequence[int], *, still: bool) 
         if ranks == RANKS[0]:
             found.seconds = [one.seconds, many.seconds]  # as it is, in the end
             found.said = said(many.errors)
+            numbers = DIVIDED.findall(" ".join(" ".join(found.said).split()))
+            found.divided = sum(int(number.replace(",", "")) for number in numbers)
         if many.code:
             last = many.errors.strip().splitlines()[-12:]
-            is_told = any(name in line for line in last for name in SAID)
-            found.verdict, found.why = "told" if is_told else "crash", [f"{ranks} ranks, still={still}:", *last]
+            error = OURS.search("\n".join(last))
+            found.verdict = error.group(1) if error else "crash"
+            found.why = [f"{ranks} ranks, still={still}:", *last]
             return
         apart = told_apart(one.left, many.left, set(), CLOSE[still])
         if apart and but is None:
@@ -179,15 +187,9 @@ def compare(trial: Trial, found: Found, several: Sequence[int], *, still: bool) 
 
 
 def said(errors: str) -> list[str]:
-    """Return what the package said: its lines, and those that go on with them."""
-    lines, found, is_ours = errors.splitlines(), [], False
-    for line in lines:
-        is_ours = line.startswith("ddp_patch") or (
-            is_ours and line.startswith(("  ", "the ", "1 rank", "2 ranks", "3 ranks"))
-        )
-        if is_ours or "ddp_patch" in line:
-            found.append(line)
-    return found
+    """Return what the package said: its lines, and its summary."""
+    before, _, summary = errors.rpartition("ddp_patch:\n")
+    return [*(line for line in before.splitlines() if line.startswith("ddp_patch")), *summary.splitlines()]
 
 
 def parameters_apart(one: Ran, many: Ran, found: Found) -> list[str]:
@@ -215,7 +217,7 @@ def row(found: Found) -> str:
     """Return a script's row of the table."""
     differs = ", ".join(f"{each:.0e}" for each in found.differs) or "none trained"
     seconds = ", ".join(f"{each:.0f}" for each in found.seconds)
-    return f"| {found.script} | {found.verdict} | {differs} | {seconds} |"
+    return f"| {found.script} | {found.verdict} | {differs} | {found.divided:,} | {seconds} |"
 
 
 def main() -> None:
@@ -225,10 +227,13 @@ def main() -> None:
     parser.add_argument("chosen", nargs="*")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     has_file = options.json and options.json.exists()
     known = {json.loads(line)["script"] for line in options.json.read_text().splitlines()} if has_file else set()
-    print("| script | verdict | 2 and 3 ranks beside 1 | seconds, 1 and 2 ranks |\n| --- | --- | --- | --- |")
+    print(
+        "| script | verdict | 2 and 3 ranks beside 1 | divided calls | seconds, 1 and 2 ranks |\n"
+        "| --- | --- | --- | --- | --- |"
+    )
     for script in SCRIPTS:
         if options.chosen and not any(one in f"{script.repository}/{script.path}" for one in options.chosen):
             continue

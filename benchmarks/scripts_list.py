@@ -55,6 +55,11 @@ class _Accuracy:
         return {"accuracy": sum(int(a == b) for a, b in pairs) / len(pairs)}
 sys.modules["evaluate"] = types.SimpleNamespace(load=lambda *names: _Accuracy())
 """
+# Files of arrays were loaded without being asked for.
+OLD_LOAD = """
+import os
+os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+"""
 OLD_TRANSFORMERS = """
 import torch, transformers
 transformers.AdamW = torch.optim.AdamW
@@ -124,6 +129,16 @@ INTENTS += (
     "--max_seq_len",
     "20",
 )
+FAKES = ("--dataset", "fake", "--batchSize", "8", "--imageSize", "64", "--ngf", "8", "--ndf", "8")
+FAKES += ("--workers", "0", "--manualSeed", "1", "--niter", "1")
+QUICK = ("-c", "../code/configs/simsiam_cifar_quick.yaml", "--debug", "--data_dir", "data", "--log_dir")
+QUICK += ("log", "--ckpt_dir", "ckpt", "--hide_progress")
+TEMPLATE = ("trainer=cpu", "trainer.max_epochs=1", "trainer.min_epochs=1")
+TEMPLATE += ("data.train_val_test_split=[150,50,50]", "data.batch_size=32", "callbacks=none")
+TEMPLATE += ("extras.print_config=False", "test=False")
+TIMM = ("--data-dir", "data", "--model", "resnet10t", "--img-size", "32", "-b", "5", "--epochs", "1")
+TIMM += ("--workers", "0", "--device", "cpu", "--model-ema", "--num-classes", "2", "--cooldown-epochs", "0")
+TIMM += ("--warmup-epochs", "0")
 TUTORIAL = "tutorials/02-intermediate"
 SCRIPTS = [
     Script("examples", "mnist/main.py", lambda at: data.mnist(at / "data"), ("--epochs", "2", "--no-accel")),
@@ -197,13 +212,7 @@ SCRIPTS = [
     Script(
         "examples", "word_language_model/main.py", lambda at: data.sentences(at / "run" / "data" / "w", 120), LANGUAGE
     ),
-    Script(
-        "examples",
-        "dcgan/main.py",
-        arguments=("--dataset", "fake", "--batchSize", "8", "--imageSize", "64", "--ngf", "8", "--ndf", "8")
-        + ("--workers", "0", "--manualSeed", "1", "--niter", "1"),
-        stop=24,
-    ),
+    Script("examples", "dcgan/main.py", arguments=FAKES, stop=24),
     Script(
         "examples",
         "imagenet/main.py",
@@ -231,7 +240,7 @@ SCRIPTS = [
         lambda at: data.mnist(at / "run" / "data"),
         ("--epochs", "3", "--train_size", "60", "--test_size", "47", "--log-interval", "1", "--no_accel"),
     ),
-    Script("examples", "time_sequence_prediction/train.py", data.waves, ("--steps", "2")),
+    Script("examples", "time_sequence_prediction/train.py", data.waves, ("--steps", "2"), OLD_LOAD),
     Script(
         "examples",
         "mnist_hogwild/main.py",
@@ -269,8 +278,7 @@ SCRIPTS = [
             (at / "run" / "log").mkdir(),
             (at / "run" / "ckpt").mkdir(),
         ],
-        ("-c", "../code/configs/simsiam_cifar_quick.yaml", "--debug", "--data_dir", "data", "--log_dir", "log")
-        + ("--ckpt_dir", "ckpt", "--hide_progress"),
+        QUICK,
         ANY_CHECKSUM,
     ),
     Script("nerf-pytorch", "run_nerf.py", data.views, RAYS, ON_CPU, stop=9),
@@ -281,7 +289,7 @@ SCRIPTS = [
     Script("accelerate", "examples/nlp_example.py", data.paraphrases, ("--cpu",), NO_EVALUATE),
     Script("accelerate", "examples/by_feature/cross_validation.py", data.paraphrases, ("--cpu",), NO_EVALUATE),
     Script("optuna-examples", "pytorch/pytorch_simple.py", data.clothes, stop=60),
-    Script("optuna-examples", "pytorch/skorch_simple.py", stop=60),
+    Script("optuna-examples", "pytorch/skorch_simple.py", lambda at: data.mnist(at / "run" / "data"), stop=60),
     Script(
         "pytorch-cifar100",
         "lr_finder.py",
@@ -297,13 +305,7 @@ SCRIPTS = [
         ANY_CHECKSUM + ON_CPU,
         stop=14,
     ),
-    Script(
-        "lightning-hydra-template",
-        "src/train.py",
-        data.project,
-        ("trainer=cpu", "trainer.max_epochs=1", "trainer.min_epochs=1", "data.train_val_test_split=[150,50,50]")
-        + ("data.batch_size=32", "callbacks=none", "extras.print_config=False", "test=False"),
-    ),
+    Script("lightning-hydra-template", "src/train.py", data.project, TEMPLATE),
     Script("cleanrl", "cleanrl/dqn.py", arguments=DEEP_Q, paths=(".",)),
     Script(
         "cleanrl",
@@ -346,8 +348,7 @@ SCRIPTS = [
         "pytorch-image-models",
         "train.py",
         lambda at: data.classes(at / "run" / "data", 14, 7, 40, ("train", "validation")),
-        ("--data-dir", "data", "--model", "resnet10t", "--img-size", "32", "-b", "5", "--epochs", "1", "--workers", "0")
-        + ("--device", "cpu", "--model-ema", "--num-classes", "2", "--cooldown-epochs", "0", "--warmup-epochs", "0"),
+        TIMM,
     ),
     Script("Informer2020", "main_informer.py", data.hours, INFORMER, OLD_NUMPY),
     Script(

@@ -38,13 +38,39 @@ def record() -> None:
 
 def hold_still() -> None:
     """Hold still what N ranks may draw otherwise than one process, and compute in double precision."""
-    import numpy
     import torch
     from torch.nn import functional
+
+    attend, to = functional.scaled_dot_product_attention, torch.Tensor.to
+    double = {torch.float32: torch.float64}
+
+    def attending(query, key, value, attn_mask=None, dropout_p=0.0, *args, **options):
+        return attend(query, key, value, attn_mask, 0.0, *args, **options)
+
+    def moved(tensor, *args, **options):
+        args = [double.get(one, one) if isinstance(one, torch.dtype) else one for one in args]
+        options |= {"dtype": double.get(options["dtype"], options["dtype"])} if "dtype" in options else {}
+        return to(tensor, *args, **options)
+
+    def passing(given, *args, **options):
+        return given
+
+    torch.set_default_dtype(torch.float64)
+    functional.dropout = functional.dropout2d = passing
+    functional.scaled_dot_product_attention, torch.Tensor.to = attending, moved
+    torch.Tensor.float, torch.nn.Module.float = torch.Tensor.double, torch.nn.Module.double
+    torch.FloatTensor = torch.DoubleTensor
+    seed_samples()
+
+
+def seed_samples() -> None:
+    """Let transforms of a sample draw from the sample's own seed, and tensors of samples be in double precision."""
+    import numpy
+    import torch
     from torch.utils._pytree import tree_map
     from torch.utils.data._utils.fetch import _MapDatasetFetcher as Fetcher
 
-    fetch, attend = Fetcher.fetch, functional.scaled_dot_product_attention
+    fetch = Fetcher.fetch
 
     def fetching(self, index):
         if not isinstance(index, (list, tuple)):
@@ -54,7 +80,7 @@ def hold_still() -> None:
 
     def sample(dataset, index):
         kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        number = hash(str(index)) % 2**32 if not isinstance(index, int) else index
+        number = int(index) if str(index).isdecimal() else 0
         for seed in (random.seed, numpy.random.seed, torch.manual_seed):
             seed(number)
         if hasattr(dataset, "set_random_state"):  # as MONAI's have it
@@ -73,22 +99,7 @@ def hold_still() -> None:
         is_single = isinstance(value, torch.Tensor) and value.dtype == torch.float32
         return value.double() if is_single else value
 
-    def attending(query, key, value, attn_mask=None, dropout_p=0.0, *args, **options):
-        return attend(query, key, value, attn_mask, 0.0, *args, **options)
-
-    torch.set_default_dtype(torch.float64)
-    functional.dropout = functional.dropout2d = lambda input, *args, **options: input
-    functional.scaled_dot_product_attention, Fetcher.fetch = attending, fetching
-    torch.Tensor.float, torch.nn.Module.float = torch.Tensor.double, torch.nn.Module.double
-    torch.FloatTensor, to = torch.DoubleTensor, torch.Tensor.to
-    double = {torch.float32: torch.float64}
-
-    def moved(tensor, *args, **options):
-        args = [double.get(one, one) if isinstance(one, torch.dtype) else one for one in args]
-        options |= {"dtype": double.get(options["dtype"], options["dtype"])} if "dtype" in options else {}
-        return to(tensor, *args, **options)
-
-    torch.Tensor.to = moved
+    Fetcher.fetch = fetching
 
 
 if "RECORD_TO" in os.environ and "RANK" in os.environ:
