@@ -308,8 +308,10 @@ def unpatched(session: nox.Session) -> None:
 def scripts(session: nox.Session) -> None:
     """Run scripts of others as one process, for ``docs/autopatch.md``; needs ``-- FOLDER``, their checkouts."""
     pinned = ("-c", "constraints-packages.txt")
-    needed = ("fire", "h5py", "numpydoc", "pytorch-ignite", "requests", "skorch", "tensorboard")
-    session.install(*pinned, ".[packages]", *needed)
+    needed = "albumentations configargparse einx fire gymnasium h5py hydra-colorlog hydra-core imageio imgaug kaldiio"
+    needed += " lightly lmdb natsort nltk numpydoc optuna poutyne pycocotools pytorch-ignite requests rootutils"
+    needed += " scikit-image seqeval skorch tensorboard terminaltables torchinfo torchsummary tyro wandb"
+    session.install(*pinned, ".[packages]", *needed.split())
     session.run("python", "benchmarks/scripts.py", *session.posargs)
 
 

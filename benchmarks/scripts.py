@@ -28,7 +28,7 @@ from scripts_outputs import Left, digest, fresh, left, told_apart, varying
 
 RANKS = (2, 3)
 LIMIT_S = 900.0
-CLOSE = {True: 1e-7, False: 1e-3}  # of numbers and of the largest parameter: held still, in double precision; as it is
+CLOSE = {"double": 1e-7, "single": 1e-4, "as it is": 1e-3}  # of numbers, and of the largest parameter
 GIT = shutil.ignore_patterns(".git")
 OURS = re.compile(r"ddp_patch\.errors\.(\w+)")
 DIVIDED = re.compile(r"([\d,]+) divided over")
@@ -128,6 +128,7 @@ class Trial:
         own = {
             "RECORD_TO": str(self.folder / "record"),
             "STILL": str(still),
+            "DOUBLE": str(still and not self.script.single),
             "STOP_AFTER": str(self.script.stop),
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "disabled",
@@ -156,6 +157,7 @@ def tried(script: Script, checkouts: Path, *, quick: bool) -> Found:
 def compare(trial: Trial, found: Found, several: Sequence[int], *, still: bool) -> None:
     """Compare a script's ranks with one, and put into ``found`` what differs."""
     one, but = trial.run(1, still=still), None
+    close = CLOSE["as it is" if not still else "single" if trial.script.single else "double"]
     if one.code:
         found.verdict, found.why = "not run", [f"still={still}", *one.errors.strip().splitlines()[-4:]]
         return
@@ -172,13 +174,13 @@ def compare(trial: Trial, found: Found, several: Sequence[int], *, still: bool) 
             found.verdict = error.group(1) if error else "crash"
             found.why = [f"{ranks} ranks, still={still}:", *last]
             return
-        apart = told_apart(one.left, many.left, set(), CLOSE[still])
+        apart = told_apart(one.left, many.left, set(), close)
         if apart and but is None:
             but = varying(one.left, trial.run(1, still=still).left)
         if apart:
-            apart = told_apart(one.left, many.left, but or set(), CLOSE[still])
+            apart = told_apart(one.left, many.left, but or set(), close)
         if still:
-            apart += parameters_apart(one, many, found)
+            apart += parameters_apart(one, many, found, close)
         if apart:
             warned = [line for line in said(many.errors) if "Warning" in line]
             if still or found.verdict == "right":
@@ -192,7 +194,7 @@ def said(errors: str) -> list[str]:
     return [*(line for line in before.splitlines() if line.startswith("ddp_patch")), *summary.splitlines()]
 
 
-def parameters_apart(one: Ran, many: Ran, found: Found) -> list[str]:
+def parameters_apart(one: Ran, many: Ran, found: Found, close: float) -> list[str]:
     """Compare parameters: those of all ranks with each other, and with those of one."""
     if not many.parameters or not one.parameters:
         return []
@@ -208,7 +210,7 @@ def parameters_apart(one: Ran, many: Ran, found: Found) -> list[str]:
     if pairs:
         largest = max(float(b.abs().max()) for _, b in pairs)
         found.differs.append(max(float((a - b).abs().max()) for a, b in pairs) / (largest or 1.0))
-        if not found.differs[-1] <= CLOSE[True]:
+        if not found.differs[-1] <= close:
             apart.append(f"parameters differ by {found.differs[-1]:.1e} of the largest one, after {many.steps} steps")
     return apart
 

@@ -78,6 +78,7 @@ class Script:
         shim: What Python runs before it.
         stop: End it after so many steps of an optimizer. Default: run it to its end.
         paths: Folders of the checkout that Python imports from.
+        single: Its data is in single precision, so that it cannot run in double.
     """
 
     repository: str
@@ -87,6 +88,7 @@ class Script:
     shim: str = ""
     stop: int = 0
     paths: Sequence[str] = ()
+    single: bool = False
 
 
 SMALL = ("--max-steps", "501", "--n-layer", "1", "--n-embd", "8", "--n-embd2", "8", "--type", "bow")
@@ -248,7 +250,14 @@ SCRIPTS = [
         ("--epochs", "1", "--num-processes", "2", "--batch-size", "16"),
     ),
     Script("examples", "reinforcement_learning/actor_critic.py", stop=4, arguments=("--log-interval", "1")),
-    Script("pygcn", "pygcn/train.py", lambda at: data.cora(at / "data" / "cora"), ("--epochs", "8"), paths=(".",)),
+    Script(
+        "pygcn",
+        "pygcn/train.py",
+        lambda at: data.cora(at / "data" / "cora"),
+        ("--epochs", "8"),
+        paths=(".",),
+        single=True,
+    ),
     Script(
         "pyGAT", "train.py", lambda at: data.cora(at / "run" / "data" / "cora"), ("--epochs", "2", "--nb_heads", "2")
     ),
@@ -306,7 +315,7 @@ SCRIPTS = [
         stop=14,
     ),
     Script("lightning-hydra-template", "src/train.py", data.project, TEMPLATE),
-    Script("cleanrl", "cleanrl/dqn.py", arguments=DEEP_Q, paths=(".",)),
+    Script("cleanrl", "cleanrl/dqn.py", arguments=DEEP_Q, paths=(".",), single=True),
     Script(
         "cleanrl",
         "cleanrl/ppo.py",

@@ -14,6 +14,9 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from torch.utils._pytree import tree_flatten_with_path
 
 NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?")
+CLOCK = re.compile(
+    r"(\d{2,4}[-_]){2}\d{2}[-_T]+\d{2}[-_:]\d{2}[-_:]\d{2}|\d{6,}|[0-9a-f]{8,}|tmp\w{8}|(?<=\.)\d+\.\d+$"
+)
 PICTURES = {".png", ".jpg", ".jpeg"}
 LEFT_OUT = {"__pycache__", ".git", "wandb", "mlruns"}
 
@@ -95,9 +98,7 @@ def tensors(tree: object) -> Iterator[str]:
 
 def named(left: Left) -> dict[str, list[list[str]]]:
     """Return files by names without what a clock or a random name puts in them."""
-    return {
-        re.sub(r"\d{4,}|[0-9a-f]{8,}|(?<=[_-])\d{2}(?=[_-])|tmp\w{8}", "#", name): at for name, at in left.lines.items()
-    }
+    return {CLOCK.sub("#", name): lines for name, lines in left.lines.items()}
 
 
 def varying(one: Left, again: Left) -> set[tuple[str, int, int]]:

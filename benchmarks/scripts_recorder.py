@@ -2,8 +2,8 @@
 
 ``scripts.py`` copies it, as ``sitecustomize.py``, beside each script. What starts the ranks, which has no rank, is let
 be. ``RECORD_TO`` names the folder for the parameters, ``STOP_AFTER`` the optimizer step that ends the script (0: none).
-``STILL`` says that dropout passes all, transforms of a sample draw from the sample's own seed, and all is in double
-precision.
+``STILL`` says that dropout passes all, and that transforms of a sample draw from its own seed; ``DOUBLE``, that
+all is then in double precision.
 """
 
 import atexit
@@ -37,30 +37,37 @@ def record() -> None:
 
 
 def hold_still() -> None:
-    """Hold still what N ranks may draw otherwise than one process, and compute in double precision."""
-    import torch
+    """Hold still what N ranks may draw otherwise than one process."""
     from torch.nn import functional
 
-    attend, to = functional.scaled_dot_product_attention, torch.Tensor.to
-    double = {torch.float32: torch.float64}
+    attend = functional.scaled_dot_product_attention
 
     def attending(query, key, value, attn_mask=None, dropout_p=0.0, *args, **options):
         return attend(query, key, value, attn_mask, 0.0, *args, **options)
+
+    def passing(given, *args, **options):
+        return given
+
+    functional.dropout = functional.dropout2d = passing
+    functional.scaled_dot_product_attention = attending
+    seed_samples()
+
+
+def compute_in_double() -> None:
+    """Let all be in double precision."""
+    import torch
+
+    double, to = {torch.float32: torch.float64}, torch.Tensor.to
 
     def moved(tensor, *args, **options):
         args = [double.get(one, one) if isinstance(one, torch.dtype) else one for one in args]
         options |= {"dtype": double.get(options["dtype"], options["dtype"])} if "dtype" in options else {}
         return to(tensor, *args, **options)
 
-    def passing(given, *args, **options):
-        return given
-
     torch.set_default_dtype(torch.float64)
-    functional.dropout = functional.dropout2d = passing
-    functional.scaled_dot_product_attention, torch.Tensor.to = attending, moved
+    torch.Tensor.to = moved
     torch.Tensor.float, torch.nn.Module.float = torch.Tensor.double, torch.nn.Module.double
     torch.FloatTensor = torch.DoubleTensor
-    seed_samples()
 
 
 def seed_samples() -> None:
@@ -96,7 +103,7 @@ def seed_samples() -> None:
     def doubled(value):
         if hasattr(value, "edge_index"):  # a graph of torch_geometric
             return value.apply(doubled)
-        is_single = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        is_single = os.environ["DOUBLE"] == "True" and isinstance(value, torch.Tensor) and value.dtype == torch.float32
         return value.double() if is_single else value
 
     Fetcher.fetch = fetching
@@ -106,3 +113,5 @@ if "RECORD_TO" in os.environ and "RANK" in os.environ:
     record()
     if os.environ["STILL"] == "True":
         hold_still()
+        if os.environ["DOUBLE"] == "True":
+            compute_in_double()
