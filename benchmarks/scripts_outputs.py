@@ -17,6 +17,10 @@ NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?")
 CLOCK = re.compile(
     r"(\d{2,4}[-_]){2}\d{2}[-_T]+\d{2}[-_:]\d{2}[-_:]\d{2}|\d{6,}|[0-9a-f]{8,}|tmp\w{8}|(?<=\.)\d+\.\d+$"
 )
+TIMES = re.compile(
+    r"\d+(?::\d{2})+(?:\.\d+)?|[\d.]+ ?(?:it/s|s/it|/s|ms|s|secs?|seconds|mins?|minutes)\b|ms/batch +[\d.]+"
+    r"|[Tt]ime[^\d\n]{0,12}[\d.]+(?: *\( *[\d.]+\))?"
+)
 PICTURES = {".png", ".jpg", ".jpeg"}
 LEFT_OUT = {"__pycache__", ".git", "wandb", "mlruns"}
 
@@ -53,8 +57,8 @@ def digest(path: Path) -> bytes:
 
 
 def split(text: str) -> list[list[str]]:
-    """Split lines at their numbers; what a line says before it begins anew counts as a line."""
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+    """Split lines at their numbers, without times; what a line says before it begins anew counts as a line."""
+    text = TIMES.sub("time", re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text))
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", text)]
     return [re.split(f"({NUMBER.pattern})", re.sub(r"0x[0-9a-f]+", "0x", line)) for line in lines if line]
 
