@@ -6,7 +6,7 @@ Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0, whose loaders a
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pkgutil import resolve_name
@@ -39,18 +39,17 @@ __all__ = [
     "forget_iterator",
     "gather_in_background",
     "gloo_group",
-    "has_gradient_hooks",
     "has_own_iteration",
     "has_own_iterators",
     "has_thread_workers",
     "imported_fsdp",
+    "is_within_transform",
     "is_torch_batch_sampler",
     "is_torchdatas",
     "items_changed",
+    "kept_weights",
     "length_not_noted",
     "noted_worker_info",
-    "operation_number",
-    "operations_so_far",
     "rank_noted",
     "replace_worker_seed",
     "root_mesh",
@@ -122,22 +121,22 @@ def backward_in_progress() -> Callable[[], bool]:
     return lambda: number() != -1
 
 
-def operation_number(node: Any) -> int:
-    """Return how many operations that have a gradient were there before one; -1 if this torch does not tell."""
-    number: int = getattr(node, "_sequence_nr", lambda: -1)()
-    return number
+@contextmanager
+def kept_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Let recurrent modules have the list of their weights again that they have now, where these are replaced while entered."""
+    names = ("_flat_weights", "_flat_weight_refs")
+    recurrent = [vars(each) for each in modules if isinstance(each, torch.nn.RNNBase)]
+    before = [{name: attributes[name] for name in names if name in attributes} for attributes in recurrent]
+    try:
+        yield
+    finally:
+        for attributes, kept in zip(recurrent, before, strict=True):
+            attributes.update(kept)
 
 
-def operations_so_far() -> int:
-    """Return how many operations that have a gradient were there in this thread."""
-    with torch.enable_grad():
-        return operation_number(torch.zeros((), requires_grad=True, device="cpu").clone().grad_fn)
-
-
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Return whether hooks see a parameter's gradient while ``backward()`` runs; False if this torch does not tell."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(parameter, name, None) for name in names)
+def is_within_transform() -> bool:
+    """Return whether this runs within a transform of ``torch.func``, such as ``grad`` or ``vmap``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def imported_fsdp() -> Any:

@@ -33,8 +33,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ddp_patch.compat.private_torch import items_changed
 from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.running.launch import ALONE, made_equal
-from ddp_patch.running.loader_reports import NOT_DIVIDED
-from ddp_patch.running.lockstep import models_of
 from ddp_patch.running.overlay import open_file
 from ddp_patch.validation import counted
 
@@ -43,14 +41,12 @@ __all__ = ["RECORDING", "check", "recorded"]
 # The environment's name of the folder where the ranks of a run record what they do; its own name ends in the precision.
 RECORDING = "DDP_PATCH_RECORDING"
 
-_READS = re.compile(r"^ddp_patch: (What is read at .*)", re.MULTILINE)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _CLOSE_TEXT = 1e-3  # of a number that is printed, and rounded for that
 _CLOSE = {True: 1e-8, False: 1e-3}  # how far apart steps may be, in double precision and in single
 _LAST_LINES = 12
 _MOST_NUMBERS = 2**14  # of each tensor; of larger ones, so many at equal distances, and the mean of all
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-_BATCH_NORM = "batch normalisation"
 _save = torch.save
 
 
@@ -82,11 +78,10 @@ def _still(
     return call
 
 
-# What is random, or sees the whole batch: of what, under which name; what switches it off; and how that is told.
+# What is random: of what, under which name; what switches it off; and how that is told.
 _SWITCHED_OFF: list[tuple[Any, str, dict[str, tuple[int, float]], float, str]] = [
     *((functional, name, {"p": (1, 0.5), "training": (2, True)}, 0.0, "dropout") for name in _DROPOUTS),
     (functional, "scaled_dot_product_attention", {"dropout_p": (4, 0.0)}, 0.0, "dropout"),
-    (functional, "batch_norm", {"training": (5, False)}, False, _BATCH_NORM),
     (torch.autocast, "__init__", {"enabled": (3, True)}, False, "autocast"),
 ]
 
@@ -99,36 +94,27 @@ class _Recorder:
         most: How many steps.
 
     Attributes:
-        steps: What each step of an optimizer did: ``losses`` (the roots of the calls of ``backward()`` before it, as
-            they were weighed), ``is_double`` (whether all parameters are of double precision), ``gradients`` that the
-            optimizer got, by the parameters' names, and ``parameters``: what it made of them.
+        steps: What each step of an optimizer did: ``is_double`` (whether all parameters are of double precision),
+            ``gradients`` that the optimizer got, by the parameters' names, and ``parameters``: what it made of them.
     """
 
     def __init__(self, folder: Path, most: int) -> None:
         self.steps: list[dict[str, Any]] = []
         self._folder, self._most = folder, most
-        self._losses: list[float] = []
         self._names: dict[torch.Tensor, str] = {}
-
-    def backward(self, run: Callable[..., None], tensors: Any, *args: Any, **options: Any) -> None:
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        self._losses += [float(root) for root in roots if isinstance(root, torch.Tensor) and root.numel() == 1]
-        run(tensors, *args, **options)
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         parameters, names = [each for group in optimizer.param_groups for each in group["params"]], self._names
         if not all(each in names for each in parameters):
-            names |= {each: f"parameter {number}" for number, each in enumerate(parameters, len(names))}
-            names |= {each: name for model in models_of(parameters) for name, each in model.named_parameters()}
+            new = (each for each in parameters if each not in names)
+            names |= {each: f"parameter {number}" for number, each in enumerate(new, len(names))}
         self.steps.append(
             {
-                "losses": self._losses,
                 "is_double": all(each.dtype == torch.float64 for each in parameters),
                 "gradients": {names[each]: _sample(each.grad) for each in parameters if each.grad is not None},
                 "parameters": {names[each]: _sample(each) for each in parameters},
             }
         )
-        self._losses = []
         if len(self.steps) >= self._most:
             sys.exit()
 
@@ -143,6 +129,8 @@ class _Recorder:
         return torch.full_like(data, value, **options)
 
     def before_forward(self, module: nn.Module, _args: Any) -> None:
+        if not all(each in self._names for each in module.parameters()):  # the outermost module is called first
+            self._names |= {each: name for name, each in module.named_parameters() if each not in self._names}
         if isinstance(module, nn.RNNBase) and module.training and module.dropout:
             self.off("dropout")
             module.dropout = 0.0
@@ -161,23 +149,20 @@ class _Recorder:
 
 
 @contextmanager
-def recorded(folder: Path, rank: int, steps: int, *, sync_batchnorm: bool) -> Iterator[None]:
+def recorded(folder: Path, rank: int, steps: int) -> Iterator[None]:
     """Record a script while entered, with all still that ranks draw for themselves; end it after its first steps.
 
     Args:
         folder: Where the ranks record.
         rank: This rank.
         steps: How many steps of optimizers.
-        sync_batchnorm: Whether batch normalisation sees the whole batch; else it is switched off.
     """
     recorder, is_double = _Recorder(folder, steps), folder.name.endswith("double")
     places: list[tuple[Any, str, Any]] = [
         *((torch, name, partial(recorder.drawn, value)) for name, value in (("randn_like", 0.0), ("rand_like", 0.5))),
-        (torch.autograd, "backward", partial(recorder.backward, torch.autograd.backward)),
         *(
             (owner, name, _still(getattr(owner, name), arguments, value, partial(recorder.off, told)))
             for owner, name, arguments, value, told in _SWITCHED_OFF
-            if told != _BATCH_NORM or not sync_batchnorm
         ),
     ]
     with ExitStack() as stack:
@@ -227,8 +212,6 @@ class _Ran:
         code: The exit code.
         lines: What it printed, by the line's number.
         errors: The end of what it wrote to stderr.
-        reads: What it said there of a number that its ranks do not read alike; empty if nothing.
-        is_divided: Whether a loader's batches were divided.
         steps: What each rank recorded of each step.
         files: What the first rank wrote, by its path.
         off: What was switched off.
@@ -237,8 +220,6 @@ class _Ran:
     code: int
     lines: dict[int, str]
     errors: list[str]
-    reads: str
-    is_divided: bool
     steps: list[list[dict[str, Any]]]
     files: dict[str, str]
     off: list[str]
@@ -287,9 +268,7 @@ def _ran(folder: Path, ranks: int, arguments: Sequence[str]) -> _Ran:
     found = {str(each): _text_of(path) for path in paths if _is_result(each := path.relative_to(home))}
     off = sorted(each.name.removeprefix("off ") for each in folder.glob("off *"))
     lines = dict(enumerate(done.stdout.splitlines()))
-    errors, reads = done.stderr.splitlines(), _READS.search(done.stderr)
-    told = "" if reads is None else reads[1], NOT_DIVIDED not in done.stderr
-    return _Ran(done.returncode, lines, errors[-_LAST_LINES:], *told, steps, found, off)
+    return _Ran(done.returncode, lines, done.stderr.splitlines()[-_LAST_LINES:], steps, found, off)
 
 
 def _is_result(path: Path) -> bool:
@@ -320,8 +299,6 @@ def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran) -> int:
         f"files: {written}{'' if files else ' in these steps'}",
     ]
     why = _why_not(ranks, differs_at, one, many, lines, files)
-    if not why and _BATCH_NORM in off and many.is_divided:
-        why = "Batch normalisation sees a part of each batch. --sync-batchnorm helps on accelerators."
     within = "" if double else f", within {_CLOSE[double]:g} in single precision"
     same = f"The same{' but for ' if off else ''}{', '.join(off)}{within}."
     verdict = f"Not the same. {why}" if why else same
@@ -335,18 +312,13 @@ def _why_not(ranks: int, differs_at: int, one: _Ran, many: _Ran, lines: object, 
         made = counted(len(of_one), "step")
         return f"One rank made {made}, and {ranks} ranks {len(of_many[0])}: they went different ways."
     if differs_at:
-        at = differs_at - 1
-        loss = torch.tensor([sum(of_one[at]["losses"]), sum(sum(each[at]["losses"]) for each in of_many) / ranks])
-        if not torch.isclose(loss[0], loss[1], rtol=1e-5, atol=1e-8):
-            return (
-                f"The parts' losses have the mean {loss[1]:.6g}, and the whole batch's loss is {loss[0]:.6g}: it is a "
-                "loss of the whole batch (samples compared with each other, weights of classes, a ratio of sums), or a "
-                "batch is made otherwise of fewer samples (padding, a set's order, random numbers)."
-            )
-        return "The losses are the same, their gradients are not: is a gradient made or changed beside backward()?"
+        return (
+            "Is a number drawn from what differs between the ranks (a clock, the process's number, a generator that "
+            "nobody has seeded), or a batch made of it?"
+        )
     if lines:
-        return "What it prints differs: is it a number of a part of a batch?"
-    return "It writes other files." if files else many.reads
+        return "What it prints differs."
+    return "It writes other files." if files else ""
 
 
 def _difference(one: _Ran, many: _Ran, close: float) -> tuple[int, str]:

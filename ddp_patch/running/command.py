@@ -44,7 +44,7 @@ DESCRIPTION = "Run a script on several ranks, unedited: as one process trains, o
 # What --seed says, too.
 _SEED = "DDP_PATCH_SEED"
 _EPILOG = "ddp-patch run -n 8 train.py --epochs 3 starts 8 ranks on this machine."
-_OF_ONE = ("whole", "sync_batchnorm", "keep_shadows")  # options for ranks that train as one process
+_OF_ONE = ("keep_shadows",)  # options for ranks that train as one process
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -61,7 +61,6 @@ def run(arguments: Sequence[str]) -> None:
     try:
         options = Options(seed=given.seed)
         only, excepted = Patterns("--only", given.only), Patterns("--except", given.excepted)
-        whole = Patterns("--whole", given.whole)
         if given.keep_shadows is not None and not wrong:
             given.keep_shadows.mkdir(mode=0o700, parents=True, exist_ok=True)  # for its owner alone
     except InvalidOptionError as error:
@@ -83,7 +82,7 @@ def run(arguments: Sequence[str]) -> None:
         session: EachRank | OneProcess = EachRank({}, options, only, excepted, dry_run=given.dry_run)
         if is_one:
             show = stack.enter_context(rank_zero_speaks(rank, given.keep_shadows))
-            session = OneProcess(options, only, excepted, whole, sync_batchnorm=given.sync_batchnorm, on_error=show)
+            session = OneProcess(options, only, excepted, on_error=show)
             _begin(given, recording, stack)
         _tell_on_stderr(stack)
         if rank == 0 and is_one and ranks > 1 and recording is None:
@@ -159,7 +158,7 @@ def _begin(given: argparse.Namespace, recording: Path | None, stack: ExitStack) 
             atexit.register(world.close)  # after what the script has registered, which writes, too
     seed_all(drawn_seed() if given.seed is None else given.seed)
     if recording is not None:
-        stack.enter_context(recorded(recording, rank, given.steps, sync_batchnorm=given.sync_batchnorm))
+        stack.enter_context(recorded(recording, rank, given.steps))
 
 
 def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[str, object]:
@@ -223,8 +222,6 @@ def _parser() -> argparse.ArgumentParser:
     seed = os.environ.get(_SEED)
     text = "What orders follow from; as one process, all numbers. Else DDP_PATCH_SEED."
     add("--seed", type=_seed, default=seed, metavar="INT", help=text)
-    add("--whole", **place, help="As one process: never divide loaders that are made there; may be repeated.")
-    add("--sync-batchnorm", action="store_true", help="As one process: put SyncBatchNorm in BatchNorm's place.")
     add(
         "--keep-shadows",
         type=Path,

@@ -237,7 +237,7 @@ class UsedLoader:
 
 
 _WIDTH = 100
-NOT_DIVIDED = "No loader was divided"  # as the summary says of one process
+NOT_DIVIDED = "No call was divided"  # as the summary says of one process
 
 
 class Summary:

@@ -1,9 +1,7 @@
-"""Unedited scripts of one process on several real ranks: every rank ends with the model of one rank."""
+"""Unedited scripts of one process on several real ranks: every rank ends with the model and the numbers of one rank."""
 
-import gc
-import itertools
 import logging
-import random
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from divided_programs import PROGRAMS, RANDOM, run_program
 from quick import run_ranks, soaked
 from scripts_of_one import SCRIPTS, run
 from torch import nn
 from torch.utils.data import DataLoader
-from zoo import Source, seed_ambient
+from zoo import seed_ambient
 
-from ddp_patch import autopatch, leave_alone
-from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError, WorldError
-from ddp_patch.options import Options
-from ddp_patch.running.context import running
-from ddp_patch.running.loader_reports import Patterns
-from ddp_patch.running.one_process import OneProcess
+from ddp_patch import autopatch, leave_alone, unpatched
+from ddp_patch.errors import RankMismatchError, WorldError
 
 
 def results(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -53,6 +48,57 @@ def test_every_rank_ends_with_the_model_of_one_rank(world_size: int, tmp_path: P
             np.testing.assert_allclose(of_rank[name]["history"], alone[name]["history"], rtol=near, err_msg=name)
 
 
+def programs(rank: int, world_size: int) -> dict[str, Any]:
+    sources = {name: source for name, (_, source) in PROGRAMS.items()}
+    return {name: run_program(source) for name, source in {**sources, **RANDOM}.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, soaked(3), soaked(4)])
+def test_calls_are_divided_where_that_is_the_same(world_size: int) -> None:
+    (alone,), ranks = run_ranks(programs, 1), run_ranks(programs, world_size)
+    for name, (fate, _) in PROGRAMS.items():
+        told = ranks[0][name]["told"]
+        assert ("divided over" in told) is (fate == "divided"), f"{name}: {told}"
+        assert fate in told, f"{name}: {told}"
+        for of_rank in ranks:
+            for found, wanted in zip(of_rank[name]["found"], alone[name]["found"], strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12, err_msg=name)
+            assert of_rank[name]["later"] == alone[name]["later"], name
+    for name in RANDOM:
+        assert "divided over" in ranks[0][name]["told"], name
+        assert all(of_rank[name]["found"] == ranks[0][name]["found"] for of_rank in ranks), name
+        assert all(of_rank[name]["later"] == ranks[0][name]["later"] for of_rank in ranks), name
+
+
+# ---- random numbers ----
+
+
+def drawn_within(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return self.weight * torch.rand_like(rows)
+
+    torch.manual_seed(3)
+    with autopatch(as_one_process=True):
+        model, found = Noise(), []
+        for _ in range(3):
+            found = model(torch.zeros(7)).tolist()
+        return found, torch.rand(2).tolist()
+
+
+def test_rows_of_other_ranks_get_other_random_numbers_and_all_go_on_alike() -> None:
+    first, other = run_ranks(drawn_within, 2)
+    assert first == other
+    assert len({*first[0]}) == 7
+
+
+# ---- what is told ----
+
+
 class Told(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -62,132 +108,75 @@ class Told(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def random_loader(*shape: int, **options: Any) -> DataLoader[Any]:
-    samples: Any = torch.randn(*shape)
-    return DataLoader(samples, **options)
-
-
-def trained(model: Any, loader: Any, steps: int = 100) -> torch.optim.Optimizer:
+def trained(model: Any, rows: Any, steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _, batch in zip(range(steps), loader, strict=False):
-        model(batch).pow(2).mean().backward()
-        optimizer.step()
-    return optimizer
-
-
-def parts_of_two_batches(rank: int, loader: Any, model: Any) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for is_one_step in (False, True):
-        losses = (model(batch).mean() for batch in loader)
-        for loss in [sum(losses)] if is_one_step else losses:
-            loss.backward()
-            optimizer.step()
-
-
-def used_again(rank: int, loader: Any, model: Any) -> None:
-    trained(model, itertools.cycle(loader))
-
-
-def without_optimizer(rank: int, loader: Any, model: Any) -> None:
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        for batch in loader:
-            model(batch).mean().backward()
-            if optimizer is not None:
-                optimizer.step()
-        optimizer = None
-
-
-def changed_by_hand(rank: int, loader: Any, model: Any) -> None:
-    optimizer = torch.optim.SGD([model.bias], lr=0.1)
-    for _ in range(2):
-        for batch in loader:
-            model(batch).pow(2).mean().backward()
-            optimizer.step()
-            model.weight.data -= 0.1 * model.weight.grad
-
-
-def steps_within_backward(rank: int, loader: Any, model: Any) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, batch in enumerate(loader):
-        model(batch).pow(2).mean().backward()
-        if number == 2:
-            model.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
-
-
-def other_ways(rank: int, loader: Any, model: Any) -> None:
-    trained(model, loader, 3 + rank)
-    with torch.no_grad():
-        list(loader)
-
-
-def left_earlier(rank: int, loader: Any, model: Any) -> None:
-    optimizer = trained(model, loader, 3 + rank)
-    for batch in loader:
-        model(batch).mean().backward()
+    for _ in range(steps):
+        model(rows).pow(2).mean().backward()
         optimizer.step()
 
 
-def of_a_fixed_size(rank: int, loader: Any, model: Any) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in loader:
-        model(batch).view(5, 1).mean().backward()
-        optimizer.step()
+def other_ways(rank: int, model: Any) -> None:
+    trained(model, torch.ones(8, 2), 3 + rank)
+    trained(nn.Tanh(), torch.ones(8, 2), 0) if rank > 1 else nn.Sequential(nn.Linear(2, 1))(torch.ones(8, 2))
 
 
-def drifting(rank: int, loader: Any, model: Any) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def left_earlier(rank: int, model: Any) -> None:
+    trained(model, torch.ones(8, 2), 3 + rank)
+
+
+def drifting(rank: int, model: Any) -> None:
     for _ in range(2):
-        for batch in loader:
-            model(batch).mean().backward()
-            optimizer.step()
+        trained(model, torch.ones(8, 2), 3)
         with torch.no_grad():
             model.weight += float(rank)
 
 
-def other_data(rank: int, loader: Any, model: Any) -> None:
-    even = random_loader(8, 2, batch_size=2)
-    _optimizer = trained(model, even)
-    for _ in even:
-        trained(model, random_loader(6, 2, batch_size=4))
+def other_rows(rank: int, model: Any) -> None:
+    trained(model, torch.rand(8, 2, generator=torch.Generator().manual_seed(rank)), 4)
 
 
-def graphs_of_gradients(rank: int, loader: Any, model: Any) -> None:
-    _optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, batch in enumerate(loader):
-        model(batch).mean().backward(create_graph=number == 2)
+class Later(nn.Module):
+    """Compares samples from some call on, which no attribute shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(2, 1), [0]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(rows)
+        return out - out.mean() if COMPARES else out
 
 
-def parallel(rank: int, loader: Any, model: Any) -> None:
-    trained(model, loader)
+COMPARES: list[bool] = []
+
+
+def later(rank: int, model: Any) -> None:
+    model = Later()
+    COMPARES.clear()
+    trained(model, torch.arange(16.0).view(8, 2), 5)
+    COMPARES.append(True)
+    trained(model, torch.arange(16.0).view(8, 2), 4)
+
+
+def parallel(rank: int, model: Any) -> None:
     nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
 
 
-def spawning(rank: int, loader: Any, model: Any) -> None:
+def spawning(rank: int, model: Any) -> None:
     multiprocessing: Any = torch.multiprocessing
     multiprocessing.spawn(print, nprocs=2)
 
 
-def grouped(rank: int, loader: Any, model: Any) -> None:
+def grouped(rank: int, model: Any) -> None:
     dist.init_process_group("gloo")
 
 
 WRONG: list[tuple[Callable[..., None], type[Exception], list[str]]] = [
-    (parts_of_two_batches, UnsupportedLoaderError, ["several batches of", "drop_last=True"]),
-    (used_again, UnsupportedLoaderError, ["used again after its pass", "iterate the loader again"]),
-    (without_optimizer, UnsupportedLoaderError, ["there is no optimizer", "--whole"]),
-    (changed_by_hand, RankMismatchError, ["no longer train the same model", "differ first in weight"]),
-    (steps_within_backward, UnsupportedLoaderError, ["makes a step while backward() runs"]),
-    (other_ways, RankMismatchError, ["rank 0 begins to iterate", "rank 1 calls backward()", "after 4 calls"]),
-    (left_earlier, RankMismatchError, ["rank 0 begins to iterate a loader that is whole", "rank 1 calls backward()"]),
-    (
-        of_a_fixed_size,
-        RuntimeError,
-        ["invalid for input", "part of each batch here, this one", "of 5 samples", "--whole"],
-    ),
-    (drifting, RankMismatchError, ["no longer train the same model", "weight, of shape (1, 2)", "rank 0 and rank 1"]),
-    (other_data, RankMismatchError, ["random numbers differ between the ranks", "generator of its own"]),
-    (graphs_of_gradients, UnsupportedLoaderError, ["create_graph=True", "--whole"]),
+    (other_ways, RankMismatchError, ["rank 0 calls Sequential", "rank 1 calls Linear", "after 4 calls of modules"]),
+    (left_earlier, RankMismatchError, ["rank 0 has come to its end", "rank 1 calls Linear", "after 3 calls"]),
+    (drifting, RankMismatchError, ["tensor 0 of rank 1", "of its norm apart from rank 0's"]),
+    (other_rows, RankMismatchError, ["compares a call of Linear", "tensor 2 of rank 1", "nobody has seeded"]),
+    (later, RankMismatchError, ["Call 8 of Later", "what it returns differs by", "Call 4 was the last", "unpatched()"]),
     (parallel, WorldError, ["wraps a model in DistributedDataParallel", "--mode ranks"]),
     (spawning, WorldError, ["calls spawn()", "2 ranks"]),
     (grouped, WorldError, ["calls init_process_group()", "--mode ranks"]),
@@ -198,11 +187,10 @@ def wrong(rank: int, world_size: int) -> list[tuple[type[BaseException] | type[N
     errors: list[tuple[type[BaseException] | type[None], str]] = []
     for function, _, _ in WRONG:
         torch.manual_seed(0)
-        loader = random_loader(23, 2, batch_size=5)
         model: Any = nn.Linear(2, 1)
         try:
-            with autopatch(as_one_process=True, timeout=30):
-                function(rank, loader, model)
+            with autopatch(as_one_process=True, timeout=60):
+                function(rank, model)
         except Exception as error:  # noqa: BLE001 - its kind is compared
             errors.append((type(error), "\n".join([str(error), *getattr(error, "__notes__", [])])))
         else:
@@ -218,179 +206,45 @@ def test_what_cannot_be_the_training_of_one_process_is_an_error() -> None:
                 assert word in text
 
 
-def honest(rank: int, world_size: int) -> dict[str, Any]:
+def honest(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     seed_ambient(3 + rank)
     told = Told()
     logger = logging.getLogger("ddp_patch.autopatch")
     logger.addHandler(told)
     logger.setLevel(logging.INFO)
-    found: dict[str, Any] = {"drawn": [], "errors": {}}
-    with autopatch(as_one_process=True, timeout=30) as summary:
-        loader = random_loader(24, 2, batch_size=5)
-        looked_at = random_loader(11, 2, batch_size=3)
-        found["sizes"] = [len(batch) for batch in looked_at]  # without no_grad
-        items = random_loader(3, 5, 2, batch_size=None)
-        model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        classes = nn.Parameter(torch.ones(2, 3))
-        weighing = torch.optim.SGD([classes], lr=0.01)
-        for is_weighed in (False, True):
-            for batch in loader:
-                if is_weighed:
-                    targets = torch.zeros(len(batch), dtype=torch.int64)
-                    loss: Any = nn.functional.cross_entropy(batch @ classes, targets, weight=torch.ones(3))
-                    loss.backward()
-                    weighing.step()
-                    continue
-                found["drawn"].append(torch.rand(1).item())
-                error: Any = model(batch).pow(2).mean()
-                if rank or len(found["drawn"]) != 2:  # as a script that looks at a clock
-                    found["errors"][len(found["drawn"])] = error.item() * len(batch) / len(batch)
-                error.backward()
-                optimizer.step()
-        list(DataLoader(Source(), batch_size=4))
-        found["buffers before"] = model[1].running_mean.tolist()
-        for batch in items:
-            model(batch).pow(2).mean().backward()
-        found["after"], found["python"] = torch.rand(1).item(), random.random()
-        with torch.no_grad():
-            found["whole"] = [len(batch) for batch in loader]
-            found["buffers"] = model[1].running_mean.tolist()
+    found: dict[str, Any] = {}
+    with autopatch(as_one_process=True, timeout=60) as summary:
+        samples: Any = torch.randn(24, 2)
+        loader: Any = DataLoader(samples, batch_size=5, shuffle=True)
+        model = nn.Linear(2, 1)
+        found["rows"] = [batch.tolist() for batch in loader]
+        for batch in loader:
+            trained(model, batch, 1)
+        with unpatched():
+            trained(model, samples, 4)
+        found["left"] = [len(batch) for batch in leave_alone(DataLoader(samples, batch_size=9))]
+        found["after"] = torch.rand(1).item()
+        torch.save(model.state_dict(), folder / f"{rank}.pt")
+        found["is there"] = (folder / f"{rank}.pt").exists()
+        found["is initialized"] = dist.is_initialized() if rank < 0 else None
+    found["is there later"] = os.path.exists(folder / f"{rank}.pt")
     found["told"], found["table"] = told.texts, " ".join(str(summary).split())
     return found
 
 
-def test_what_is_equal_on_every_rank_and_what_is_its_own() -> None:
-    first, other = run_ranks(honest, 2)
-    assert first["drawn"][0] == other["drawn"][0]  # before the first optimizer step
-    assert not set(first["drawn"][1:]) & set(other["drawn"][1:])
-    other["errors"].pop(2)  # which the first rank did not read, so that it is of the other's part
-    assert first["errors"].keys() == other["errors"].keys() == {1, 3, 4, 5}
-    np.testing.assert_allclose([*first["errors"].values()], [*other["errors"].values()], rtol=1e-6)
-    assert (first["after"], first["python"]) == (other["after"], other["python"])
-    assert first["whole"] == other["whole"] == [5, 5, 5, 5, 4]
-    assert first["sizes"] == other["sizes"] == [3, 3, 3, 2]
-    assert first["buffers before"] != other["buffers before"]
-    assert first["buffers"] == other["buffers"]
+def test_what_is_alike_and_what_is_told(tmp_path: Path) -> None:
+    first, other = run_ranks(honest, 2, tmp_path)
+    assert first["rows"] == other["rows"]
+    assert (first["after"], first["left"]) == (other["after"], [9, 9, 6])
+    assert (first["is there"], other["is there"]) == (True, True)  # each sees what it has saved
+    assert (first["is there later"], other["is there later"]) == (True, False)
     assert not other["told"]
-    words = [
+    for word in (
         "The ranks were seeded differently: all go on with the seed of rank 0.",
-        "The loss is a mean by weights of the samples, so its gradient may not be that of the whole batch",
-        "What is read at",
-        "the loss of a whole batch is multiplied by the size of this rank's part",
         "2 ranks train as one process",
-        "Batch normalisation sees this rank's part of each batch",
-        "each batch divided over 2 ranks, 5 steps",
-        "was divided, and backward() was not called in its pass",
-        "whole on every rank, 4 steps",
-    ]
-    for word in words:
+        "whole on every rank, 5 steps",
+    ):
         assert sum(word in text for text in first["told"]) == 1, word
-    assert "whole on every rank, 3 steps (it makes no batches)" in first["table"]
-    assert "2 ranks trained as one process: 10 optimizer steps" in first["table"]
-
-
-class Trainer:
-    def __init__(self) -> None:
-        self.model: Any = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1).eval())
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.cycle = self
-
-
-def dropped(rank: int, world_size: int) -> tuple[int, list[float]]:
-    """Train one model after the other, where each rank collects garbage at another time."""
-    seed_ambient(3)
-    gc.disable()
-    with autopatch(as_one_process=True, timeout=30):
-        loader = random_loader(8, 2, batch_size=4)
-        for _ in range(2):
-            trainer = Trainer()
-            for _ in range(2):
-                for batch in loader:
-                    trainer.model(batch).pow(2).mean().backward()
-                    trainer.optimizer.step()
-                    if rank:
-                        gc.collect()
-            with torch.no_grad():
-                batches = len(list(loader))
-    gc.enable()
-    return batches, trainer.model[0].weight.flatten().tolist()
-
-
-def test_ranks_may_collect_garbage_at_other_times() -> None:
-    first, other = run_ranks(dropped, 2)
-    assert first == other
-
-
-def sizes(loader: Any, model: Any) -> Any:
-    with torch.no_grad():
-        evaluated = [len(batch) for batch in loader]
-    optimizer, trained = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(2):
-        for batch in loader:
-            trained.append(len(batch))
-            model(batch.double()).mean().backward()
-            optimizer.step()
-    return evaluated, trained
-
-
-def with_options(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    def run_with(body: Callable[[Any, Any], Any], **chosen: Any) -> Any:
-        torch.manual_seed(0)
-        with running(OneProcess(Options(), Patterns("only"), Patterns("excepted"), **chosen)) as summary:
-            result = body(random_loader(11, 2, batch_size=4), nn.Linear(2, 1, dtype=torch.float64))
-        return result, " ".join(str(summary).split())
-
-    def summed(loader: Any, model: Any) -> Any:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for batch in loader:
-            model(batch.double()).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        model.eval()
-        for batch in loader:
-            model(batch.double()).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model.weight.tolist()
-
-    def saved(loader: Any, model: Any) -> Any:
-        torch.optim.SGD(model.parameters(), lr=0.1)
-        torch.save(model.state_dict(), folder / f"{world_size}-{rank}.pt")
-        return (folder / f"{world_size}-{rank}.pt").exists()
-
-    def converted(loader: Any, model: Any) -> Any:
-        if world_size == 1:  # sees all of a batch
-            return None
-        normalised = nn.Sequential(model, nn.BatchNorm1d(1))
-        torch.optim.SGD(normalised.parameters(), lr=0.1)
-        return type(normalised[1]).__name__
-
-    def left(loader: Any, model: Any) -> Any:
-        return [[len(batch) for batch in leave_alone(loader)] for _ in range(3)]
-
-    return {
-        "sum": run_with(summed)[0],
-        "whole": run_with(sizes, whole=Patterns("--whole", "test_one_process_ranks.py")),
-        "unmatched": run_with(sizes, whole=Patterns("--whole", "no.py")),
-        "saved": (run_with(saved)[0], (folder / f"{world_size}-{rank}.pt").exists()),
-        "converted": run_with(converted, sync_batchnorm=True)[0],
-        "left": run_with(left),
-    }
-
-
-def test_each_option_does_what_it_says(tmp_path: Path) -> None:
-    (alone,), ranks = run_ranks(with_options, 1, tmp_path), run_ranks(with_options, 2, tmp_path)
-    whole, parts = [4, 4, 3], ([2, 2, 2], [2, 2, 1])
-    for rank, (found, part) in enumerate(zip(ranks, parts, strict=True)):
-        np.testing.assert_allclose(found["sum"], alone["sum"], atol=1e-12)
-        assert found["whole"][0] == (whole, whole * 2)
-        assert "(--whole)" in found["whole"][1]
-        assert found["unmatched"][0] == (whole, [whole[0], *part[1:], *part])  # the first one shows what it is for
-        assert "'no.py' of --whole matched no loader" in found["unmatched"][1]
-        assert found["saved"] == (True, rank == 0)  # each sees what it has saved; and it is there of the first rank
-        assert found["converted"] == "SyncBatchNorm"
-        sizes, table = found["left"]
-        assert sizes == [whole] * 3
-        assert "left alone (leave_alone() or unpatched()), 3 passes" in table
-    assert "'no.py' of --whole matched no loader" in alone["unmatched"][1]
+    assert "Linear: 5 calls, 4 divided over 2 ranks" in first["table"]
+    assert "left alone (leave_alone() or unpatched())" in first["table"]
+    assert "2 ranks trained as one process: 9 optimizer steps" in first["table"]

@@ -92,9 +92,8 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
         (["-n", "2", "--keep-shadows", "helper.py/logs", "script.py"], "helper.py/logs'. Pass the path of", {}),
         (["--check", "script.py"], "-n 4", {}),
         (["--check", "--mode", "ranks", "-n", "2", "script.py"], "-n 4", {}),
-        (["--mode", "one", "--whole", "", "script.py"], "names no file", {}),
-        (["--sync-batchnorm", "--keep-shadows", "logs", "script.py"], "--sync-batchnorm, --keep-shadows", {}),
-        (["--mode", "ranks", "--whole", "val.py", "script.py"], "--whole", {}),
+        (["--mode", "one", "--only", "", "script.py"], "names no file", {}),
+        (["--mode", "ranks", "--keep-shadows", "logs", "script.py"], "--keep-shadows", {}),
         (["-n", "2", "script.py"], "as rank 1 of 4", {"RANK": "1", "WORLD_SIZE": "4"}),
         (["script.py"], "started 4 ranks. Pass --mode one", {"RANK": "1", "WORLD_SIZE": "4"}),
         (["script.py"], "srun has started 4 tasks", {"SLURM_STEP_NUM_TASKS": "4"}),
@@ -126,7 +125,7 @@ def test_a_check_sees_what_is_no_number() -> None:
     nan, one, two = (torch.tensor([each, 1.0]) for each in (math.nan, 1.0, 2.0))
 
     def ran(*steps: dict[str, dict[str, torch.Tensor]]) -> _Ran:
-        return _Ran(0, {}, [], "", True, [[*steps]], {}, [])
+        return _Ran(0, {}, [], [[*steps]], {}, [])
 
     for a, b, differs_at in ((nan, one, 2), (one, nan, 2), (nan, nan, 0)):
         first = {"gradients": {"w": one}, "parameters": {"w": one}}

@@ -1,0 +1,399 @@
+"""Make a call whole and by parts, and compare: what it returns, its gradients, and what it leaves behind.
+
+Both are tries, with random numbers held still: what they change is put back, and what they print is not shown.
+"""
+
+import gc
+import io
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_patch.orders.random_states import GlobalState
+from ddp_patch.running.calls import PLAIN, Called, Calls, Form, Given, original_call, rows_of, size_of
+from ddp_patch.running.divided import Layout, Part, cut, layouts_of, substituted
+from ddp_patch.running.lockstep import GivenUp, apart
+from ddp_patch.running.trees import leaves_of, tensors_in
+
+__all__ = ["compared"]
+
+aten: Any = torch.ops.aten
+# How far apart a call may be by parts, as a part of the norm; gradients ten times as far.
+_CLOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+_CLOSE_HALF = 2e-2
+_LEAST = 1e-4  # of the norm of all gradients: a smaller one counts as that large
+_UNDECIDED = "what it returns is 0"
+
+
+@dataclass
+class _Try:
+    """What a try gave.
+
+    Attributes:
+        output: What it returned.
+        gradients: Of parameters and arguments, by name.
+        left: What modules and generators have afterwards, by name.
+        kept: Tensors that are held elsewhere afterwards.
+        counts: Whether it took a mean by a number that it has computed.
+        seconds: How long it took.
+        why: Why this call cannot be divided.
+    """
+
+    output: list[Any] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    left: dict[str, Any] = field(default_factory=dict)
+    kept: list[torch.Tensor] = field(default_factory=list)
+    counts: bool = False
+    seconds: float = 0.0
+    why: str = ""
+
+
+def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | None:
+    """Compare a call, and note in its form how it is divided.
+
+    Returns:
+        Why it is not the same by parts; nothing if it is; None if this call does not show it.
+    """
+    reasons, before = list[str](), called.latest
+    tries = _Tries(calls, called, given, _State(given.modules), GlobalState.capture().copied())
+    of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    try:
+        whole = tries.made(None, form)
+        if why := tries.agreed(whole.why):
+            return why
+        for rows in [form.rows] if form.right else rows_of(given.tensors, calls.lockstep.ranks):
+            part = Part(calls.lockstep, f"calls {called.name}", size_of(given.tensors, rows))
+            tried = replace(form, rows=rows)
+            parts = tries.made(part, tried, whole)
+            counts = whole.counts and any(each.kind == "mean" for each in tried.layouts)
+            why = "it returns a mean by a number that it has computed" if counts else _difference(whole, parts)
+            reasons.append(tries.agreed(parts.why or why))
+            if not reasons[-1]:
+                form.rows, form.layouts = tried.rows, tried.layouts
+                called.seconds = (whole.seconds, parts.seconds) if form.right else (0.0, 0.0)
+                return ""
+        return None if _UNDECIDED in reasons else reasons[0]
+    finally:
+        tries.state.put_back()
+        tries.numbers.install()
+        called.latest = before
+        torch.clear_autocast_cache()
+        if of_cuda:
+            torch.cuda.set_rng_state_all(of_cuda)
+
+
+@dataclass
+class _Tries:
+    """Makes tries of one call."""
+
+    calls: Calls
+    called: Called
+    given: Given
+    state: "_State"
+    numbers: GlobalState
+
+    def agreed(self, why: str) -> str:
+        """Return the reason of the first rank that has one."""
+        return next(filter(None, self.calls.lockstep.gathered(why)), "")
+
+    def made(self, part: Part | None, form: Form, whole: _Try | None = None) -> _Try:
+        """Make one: whole, or by parts, and then note in the form how these make up the whole."""
+        self.state.put_back()
+        self.numbers.install()
+        torch.default_generator.manual_seed(0)
+        names = {each: f"{type(module).__name__}.{name}" for module, name, each in self.given.slots}
+        parameters, tensors = {each: _copied(each) for each in names}, [*map(_copied, self.given.tensors)]
+        args, options = self.given.with_tensors(tensors)
+        given = replace(self.given, args=args, options=options, tensors=tensors)
+        made, printed, began, still = _Try(), io.StringIO(), time.perf_counter(), _Still()
+        with redirect_stdout(printed), still, saved_tensors_hooks(_as_it_is, _as_it_is):  # not those around the call
+            try:
+                output = self._called(part, form, given, parameters, made, whole)
+                made.why = made.why or _derived(output, [*parameters.values(), *tensors], is_whole=part is None)
+            except GivenUp:
+                made.why = self.calls.error or "a part of it raises an error on another rank"
+            except Exception as error:  # noqa: BLE001 - the call itself will raise it
+                import traceback; traceback.print_exc()
+                made.why = f"it raises {type(error).__name__}"
+        if made.why:
+            return made
+        made.seconds, made.counts = time.perf_counter() - began, still.counts
+        made.output = [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in leaves_of(output)]
+        made.gradients = {f"the gradient of {names[each]}": other.grad for each, other in parameters.items()}
+        made.gradients |= {f"the gradient of argument {at}": each.grad for at, each in enumerate(tensors)}
+        made.left = {**self.state.now(), "the state of random numbers": GlobalState.capture().values()[1:]}
+        pairs = [*((names[each], each, other) for each, other in parameters.items())]
+        pairs += [(f"argument {at}", a, b) for at, (a, b) in enumerate(zip(self.given.tensors, tensors, strict=True))]
+        if changed := [name for name, a, b in pairs if apart(a, b)]:
+            made.why = f"it changes {changed[0]}"
+        elif printed.getvalue():
+            made.why = "it prints"
+        self.called.latest = None, {}
+        torch.clear_autocast_cache()
+        del output, args, options, given
+        own = [*self.state.tensors, *parameters.values(), *tensors, *(each.grad for each in (*parameters.values(), *tensors))]
+        made.kept = still.alive({*map(id, own)})
+        if any(each.requires_grad for each in made.kept):
+            made.why = "it leaves a tensor that requires a gradient elsewhere than in what it returns"
+        made.kept = [each.detach().clone() for each in made.kept]
+        return made
+
+    def _called(
+        self, part: Part | None, form: Form, given: Given, parameters: Any, made: _Try, whole: _Try | None
+    ) -> Any:
+        """Return what the call returns."""
+        calls = self.calls
+        if part is None or whole is None:
+            self.called.latest = None, parameters
+            with calls.within(None), substituted(given.modules, given.slots, parameters):
+                return original_call(given.module, *given.args, **given.options)
+        output, others = calls.by_parts(given, part, form.rows, parameters)
+        self.called.latest = part, others
+        part.lockstep.meet(part.doing)  # where another rank may say that it has failed
+        if not form.right:
+            made.why = _laid_out(part, form, tensors_in(output, objects=True), whole)
+        return output if made.why else calls.made_whole(output, part, form.layouts)
+
+
+def _laid_out(part: Part, form: Form, parts: Sequence[torch.Tensor], whole: _Try) -> str:
+    """Find how the parts make up the whole; return why they do not, if so. All ranks find the same."""
+    begin, end = part.bounds[part.lockstep.rank :][:2]
+    wholes = [each for each in whole.output if isinstance(each, torch.Tensor)]
+    of_ranks = part.lockstep.gathered([[*each.shape] for each in parts])
+    if any(len(shapes) != len(wholes) for shapes in of_ranks):
+        return "it returns another number of tensors"
+    form.layouts = []
+    for at, (a, b) in enumerate(zip(wholes, parts, strict=True)):
+        layouts = [
+            layouts_of(a.shape, shapes[at], part.n, size) for shapes, size in zip(of_ranks, part.sizes, strict=True)
+        ]
+        found, b = list[tuple[float, Layout]](), b.detach()
+        for layout in layouts[part.lockstep.rank]:
+            if layout.kind == "rows":
+                far = apart(cut(a, layout, begin, end, part.n), b)
+            elif layout.kind == "alike":
+                far = apart(a, b)
+            else:
+                weight = (end - begin) / part.n if layout.kind == "mean" else 1.0
+                (total,) = part.lockstep.sum(part.doing, [b.to(torch.float64) * weight]) or [b]
+                far = apart(a.to(torch.float64), total)
+            far = max(part.lockstep.gathered(far))
+            found.append((far, layout))
+            if far <= _close(a):
+                break
+        far, layout = min(found, key=lambda each: each[0], default=(float("inf"), Layout("alike")))
+        if far > _close(a):
+            return f"what it returns differs by {far:.1e} of its norm in tensor {at}, of shape {tuple(a.shape)}"
+        if layout.kind == "alike" and a.numel() == 1 and not a.any():
+            return _UNDECIDED
+        form.layouts.append(layout)
+    return ""
+
+
+def _derived(output: Any, own: Sequence[torch.Tensor], *, is_whole: bool) -> str:
+    """Compute the gradients of an output, each number of which weighs something; return why that cannot be."""
+    for leaf in leaves_of(output):
+        if not isinstance(leaf, (torch.Tensor, torch.dtype, torch.device)) and type(leaf) not in PLAIN:
+            return f"it returns a {type(leaf).__name__}"
+    roots = [each for each in tensors_in(output, objects=True) if each.requires_grad]
+    if is_whole and not {id(leaf) for leaf in _graph_leaves(roots)} <= {*map(id, own)}:
+        return "it reads a tensor that requires a gradient and is neither an argument nor a parameter of it"
+    if roots:
+        torch.autograd.backward(roots, [*map(_weights, roots)])
+    sparse = [each for each in own if each.grad is not None and each.grad.layout != torch.strided]
+    return "its gradient is sparse" if sparse else ""
+
+
+def _graph_leaves(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield what tensors are computed from that requires a gradient."""
+    yield from (each for each in roots if each.grad_fn is None)
+    todo: list[Any] = [each.grad_fn for each in roots if each.grad_fn is not None]
+    seen = {*todo}
+    for node in todo:  # which grows
+        if hasattr(node, "variable"):
+            yield node.variable
+        inner = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= inner
+        todo += inner
+
+
+def _weights(root: torch.Tensor) -> torch.Tensor:
+    """Return a number for each of a tensor's, the same on every rank and each time."""
+    places = torch.arange(root.numel(), dtype=torch.float64, device=root.device)
+    return (1 + 0.5 * (0.7 * places).sin()).view(root.shape).to(root.dtype)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _close(tensor: torch.Tensor) -> float:
+    """Return how far what is computed may be apart."""
+    is_half = torch.is_autocast_enabled(tensor.device.type) or tensor.dtype in {torch.float16, torch.bfloat16}
+    close = _CLOSE_HALF if is_half else _CLOSE.get(tensor.dtype, 0.0)
+    return close * 10 if tensor.is_cuda else close
+
+
+def _difference(whole: _Try, parts: _Try) -> str:
+    """Return what of a call by parts is not what it is of a whole one."""
+    if len(whole.output) != len(parts.output) or any(
+        a != b for a, b in zip(whole.output, parts.output, strict=True) if not isinstance(a, torch.Tensor)
+    ):
+        return "it returns something else"
+    for at, (a, b) in enumerate(zip(whole.output, parts.output, strict=True)):
+        if isinstance(a, torch.Tensor) and (far := apart(a, b)) > _close(a):
+            return f"what it returns differs by {far:.1e} of its norm in tensor {at}, of shape {tuple(a.shape)}"
+    norms = [float(each.double().norm()) for each in whole.gradients.values() if each is not None]
+    least = _LEAST * sum(each**2 for each in norms) ** 0.5
+    for name, grad in whole.gradients.items():
+        other = parts.gradients[name]
+        if grad is None or other is None:
+            if grad is not other:
+                return f"{name} is {'None whole' if grad is None else 'None by parts'}"
+        elif (far := apart(grad, other, least)) > 10 * _close(grad):
+            return f"{name} differs by {far:.1e} of its norm"
+    for name, found in whole.left.items():
+        other = parts.left.get(name)
+        if isinstance(found, torch.Tensor) and isinstance(other, torch.Tensor):
+            if (far := apart(found, other)) > _close(found):
+                return f"it keeps something of its rows in {name}, by {far:.1e}"
+        elif not (found == other):
+            return f"it keeps something of its rows in {name}"
+    if len(whole.kept) != len(parts.kept) or any(apart(a, b) > _close(a) for a, b in zip(whole.kept, parts.kept, strict=True)):
+        return "it leaves a tensor elsewhere than in what it returns"
+    return ""
+
+
+class _State:
+    """What modules hold beside their parameters.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._held = [(held, dict(held)) for each in modules for held in (vars(each), each._buffers, each._modules)]
+        values = [value for held, _ in self._held for value in held.values()]
+        self._lists = [(each, type(each)(each)) for each in values if type(each) in {list, dict, set}]
+        self.tensors: list[torch.Tensor] = tensors_in([each for each in values if not isinstance(each, nn.Module | dict)])
+        self._copies = [each.detach().clone() for each in self.tensors]
+
+    def put_back(self) -> None:
+        """Let them hold what they held."""
+        for held, before in self._held:
+            if held != before if not any(isinstance(each, torch.Tensor) for each in before.values()) else True:
+                held.clear()
+                held.update(before)
+        for value, copied in self._lists:
+            if isinstance(value, list):
+                value[:] = copied
+            elif value is not copied:
+                value.clear()
+                value.update(copied)
+        with torch.no_grad():
+            for tensor, copied in zip(self.tensors, self._copies, strict=True):
+                if apart(tensor, copied):
+                    tensor.data.copy_(copied)
+
+    def now(self) -> dict[str, Any]:
+        """Return plain values and copies of tensors that they hold now."""
+        found: dict[str, Any] = {}
+        for at, (held, _) in enumerate(self._held):
+            for name, value in held.items():
+                for place, leaf in enumerate(leaves_of(value)) if not isinstance(value, nn.Module) else ():
+                    if isinstance(leaf, torch.Tensor):
+                        found[f"{name} ({at}, {place})"] = leaf.detach().clone()
+                    elif type(leaf) in PLAIN:
+                        found[f"{name} ({at}, {place})"] = leaf
+        return found
+
+
+# ---- random numbers that are held still ----
+
+
+class _Still(TorchDispatchMode):
+    """Draws numbers that do not depend on how many rows there are, and notes what is made.
+
+    Attributes:
+        counts: Whether a mean was taken by a number that was computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: bool = False
+        self._made: list[ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            result = _drawn(func, args, options)
+        else:
+            result = func(*args, **options)
+            self.counts = self.counts or _counts(func, args)
+        for each in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(each, torch.Tensor) and not any(each is other for other in args):
+                self._made.append(ref(each))
+        return result
+
+    def alive(self, known: set[int]) -> list[torch.Tensor]:
+        """Return what was made and is still held, but for what is known."""
+
+        def found() -> list[torch.Tensor]:
+            alive = (each() for each in self._made)
+            return [each for each in alive if each is not None and id(each) not in known]
+
+        if found():
+            gc.collect()  # what is held in cycles of references alone
+        return list({id(each): each for each in found()}.values())
+
+
+def _counts(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operation takes a mean by a number that was computed, or of what it has chosen."""
+    if func is aten.div.Tensor:
+        return isinstance(args[1], torch.Tensor) and args[1].dim() == 0
+    if func in {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}:
+        return bool(args[3] == 1)
+    if func is aten.index.Tensor:
+        return any(each is not None and each.dtype in {torch.bool, torch.uint8} for each in args[1])
+    return func in {aten.masked_select.default, aten.nonzero.default}
+
+
+def _drawn(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Return what stands for the result of an operation that draws random numbers."""
+    name, named = func.overloadpacket.__name__, [each.name for each in func._schema.arguments]
+    given = {**dict(zip(named, args, strict=False)), **options}
+    if name == "native_dropout" and given["train"] is not False:
+        mask = torch.ones_like(given["input"], dtype=torch.bool)
+        return given["input"] * (1 / (1 - given["p"]) if given["p"] < 1 else 0.0), mask
+    if any(given.get(each) for each in ("dropout_p", "dropout")):
+        given = {key: 0.0 if key in {"dropout_p", "dropout"} else value for key, value in given.items()}
+        return func(*(given.pop(each) for each in named[: len(args)]), **given)
+    if name == "multinomial":
+        places = torch.arange(given["num_samples"], device=given["self"].device) % given["self"].shape[-1]
+        return torch.sort(given["self"], dim=-1, descending=True, stable=True).indices[..., places]
+    result = func(*args, **options)
+    if name == "randperm":
+        return result.copy_(torch.arange(len(result) - 1, -1, -1))
+    if isinstance(result, torch.Tensor):
+        if "bernoulli" in name:
+            result.fill_(1)
+        elif result.is_floating_point():
+            last = result.shape[-1] if result.dim() > 1 else 1
+            low, high = (float(given.get(each) or usual) for each, usual in (("from", 0.0), ("to", 1.0)))
+            places = (torch.arange(last, device=result.device) + 0.5) / last
+            result.copy_(low + (high - low) * places.view([-1] * min(result.dim(), 1)))
+        else:
+            result.fill_(int(given.get("low") or given.get("from") or 0))
+    return result
