@@ -159,7 +159,7 @@ def compare(trial: Trial, found: Found, several: Sequence[int], *, still: bool) 
     one, but = trial.run(1, still=still), None
     close = CLOSE["as it is" if not still else "single" if trial.script.single else "double"]
     if one.code:
-        found.verdict, found.why = "not run", [f"still={still}", *one.errors.strip().splitlines()[-4:]]
+        found.verdict, found.why = "not run", [f"still={still}", *one.errors.strip().splitlines()[-12:]]
         return
     for ranks in several:
         many = trial.run(ranks, still=still)

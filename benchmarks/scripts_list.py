@@ -266,9 +266,6 @@ SCRIPTS = [
         "ddpm.py",
         arguments=("--dataset", "circle", "--num_epochs", "1", "--eval_batch_size", "31", "--hidden_size", "32"),
     ),
-    Script(
-        "Conditional_Diffusion_MNIST", "script.py", lambda at: data.mnist(at / "run" / "data", 10), shim=ON_CPU, stop=3
-    ),
     *(
         Script(
             "lightly",
@@ -295,8 +292,10 @@ SCRIPTS = [
     Script("PyTorch-YOLOv3", "pytorchyolo/train.py", data.boxes, BOXES, OLD_NUMPY, paths=(".",)),
     Script("fasterrcnn-pytorch-training-pipeline", "train.py", data.marked, FASTER),
     Script("Pytorch-UNet", "train.py", data.masks, ("-e", "1", "-b", "4", "-s", "0.5", "-v", "20")),
-    Script("accelerate", "examples/nlp_example.py", data.paraphrases, ("--cpu",), NO_EVALUATE),
-    Script("accelerate", "examples/by_feature/cross_validation.py", data.paraphrases, ("--cpu",), NO_EVALUATE),
+    Script("accelerate", "examples/nlp_example.py", data.paraphrases, ("--cpu",), NO_EVALUATE, single=True),
+    Script(
+        "accelerate", "examples/by_feature/cross_validation.py", data.paraphrases, ("--cpu",), NO_EVALUATE, single=True
+    ),
     Script("optuna-examples", "pytorch/pytorch_simple.py", data.clothes, stop=60),
     Script("optuna-examples", "pytorch/skorch_simple.py", lambda at: data.mnist(at / "run" / "data"), stop=60),
     Script(
@@ -364,5 +363,5 @@ SCRIPTS = [
         "CTC_pytorch", "timit/steps/train_ctc.py", data.utterances, ("--conf", "c.yaml"), NO_VISDOM, paths=("timit",)
     ),
     Script("deep-text-recognition-benchmark", "train.py", data.boxed_words, WORDS),
-    Script("JointBERT", "main.py", data.intents, INTENTS, OLD_TRANSFORMERS),
+    Script("JointBERT", "main.py", data.intents, INTENTS, OLD_TRANSFORMERS, single=True),
 ]

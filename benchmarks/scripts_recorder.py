@@ -2,7 +2,7 @@
 
 ``scripts.py`` copies it, as ``sitecustomize.py``, beside each script. What starts the ranks, which has no rank, is let
 be. ``RECORD_TO`` names the folder for the parameters, ``STOP_AFTER`` the optimizer step that ends the script (0: none).
-``STILL`` says that dropout passes all, and that transforms of a sample draw from its own seed; ``DOUBLE``, that
+``STILL`` says that dropout passes all, noise is 0, and transforms of a sample draw from its own seed; ``DOUBLE``, that
 all is then in double precision.
 """
 
@@ -38,6 +38,7 @@ def record() -> None:
 
 def hold_still() -> None:
     """Hold still what N ranks may draw otherwise than one process."""
+    import torch
     from torch.nn import functional
 
     attend = functional.scaled_dot_product_attention
@@ -49,7 +50,7 @@ def hold_still() -> None:
         return given
 
     functional.dropout = functional.dropout2d = passing
-    functional.scaled_dot_product_attention = attending
+    functional.scaled_dot_product_attention, torch.randn_like = attending, torch.zeros_like
     seed_samples()
 
 
