@@ -1,6 +1,7 @@
 """Programs of one process, each of which calls modules in another way: what they leave in ``found`` is compared.
 
-Each name ends with what becomes of the calls: ``divided``, or a word of the reason why they are whole.
+With each stands what becomes of the calls: ``divided``, or words of the reason why they are whole, or nothing, where
+versions of torch differ.
 """
 
 import textwrap
@@ -107,7 +108,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         """
         model = nn.Sequential(
             nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 6, 2, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
-            nn.Conv2d(6, 4, 2), nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4, affine=False, track_running_stats=False),
+            nn.Conv2d(6, 4, 2), nn.BatchNorm2d(4, momentum=None),
+            nn.BatchNorm2d(4, affine=False, track_running_stats=False),
             nn.Flatten(), nn.Linear(16, 2), nn.BatchNorm1d(2),
         )
         fit(model, lambda a, b: F.cross_entropy(model(a), b), torch.optim.SGD(model.parameters(), 0.1))
@@ -221,6 +223,35 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
             loss.backward()
             optimizer.step()
             found.append(loss.detach())
+        """,
+    ),
+    "a model that returns its loss and much more, which is read at times": (
+        "divided",
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(8, 20000)
+
+            def forward(self, a, b):
+                out = self.inner(a)
+                return F.cross_entropy(out, b), out
+
+        model, step = Net(), 0
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for a, b in batches():
+            loss, out = model(a, b)
+            step += 1
+            found.append(torch.tensor([*out.shape, len(out), out.size(1), out.dim()]))
+            if step % 2:
+                loss = loss + 0.1 * out.square().mean() + out[:, 0].sum()
+                with torch.no_grad():
+                    found += [(out.argmax(1) == b).sum().item(), out.max(), isinstance(out, torch.Tensor)]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        found.append(sum(p.detach().square().sum() for p in model.parameters()))
         """,
     ),
     "a model that averages its loss over a mask by itself": (
@@ -377,7 +408,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
                 return self.head(a + prompt.sum(0))
 
         prompt, model = torch.zeros(3, 8, requires_grad=True), Net()
-        fit(model, lambda a, b: F.cross_entropy(model(a, prompt), b), torch.optim.Adam([*model.parameters(), prompt], 0.1))
+        optimizer = torch.optim.Adam([*model.parameters(), prompt], 0.1)
+        fit(model, lambda a, b: F.cross_entropy(model(a, prompt), b), optimizer)
         found.append(prompt.detach())
         """,
     ),
@@ -389,7 +421,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         class Net(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.first, self.block, self.head = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), net()
+                self.first, self.head = nn.Linear(8, 8), net()
+                self.block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
 
             def forward(self, a, old):
                 return self.head(checkpoint(self.block, self.first(a), use_reentrant=old))
@@ -408,7 +441,9 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         for old in (True, False):
             first, head = nn.Linear(8, 8), net()
             both = nn.ModuleList([first, head])
-            fit(both, lambda a, b: F.cross_entropy(head(checkpoint(first, a.clone().requires_grad_(), use_reentrant=old)), b))
+            def loss_of(a, b):
+                return F.cross_entropy(head(checkpoint(first, a.clone().requires_grad_(), use_reentrant=old)), b)
+            fit(both, loss_of)
         """,
     ),
     "a graph with a dense adjacency": (
@@ -493,8 +528,9 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         model = net()
         params = {name: p.detach() for name, p in model.named_parameters()}
         for a, b in batches():
-            of_samples = vmap(grad(lambda p, one, to: F.cross_entropy(functional_call(model, p, one[None]), to[None])), (None, 0, 0))
-            slopes = of_samples(params, a, b)
+            def loss_of(p, one, to):
+                return F.cross_entropy(functional_call(model, p, one[None]), to[None])
+            slopes = vmap(grad(loss_of), (None, 0, 0))(params, a, b)
             params = {name: p - 0.1 * slopes[name].mean(0) for name, p in params.items()}
         found = [*params.values()]
         """,
@@ -508,7 +544,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         params = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
         for a, b in batches():
             slopes = torch.autograd.grad(F.cross_entropy(functional_call(model, params, (a,)), b), [*params.values()])
-            params = {name: (p - 0.1 * slope).detach().requires_grad_() for (name, p), slope in zip(params.items(), slopes)}
+            stepped = [(p - 0.1 * slope).detach().requires_grad_() for p, slope in zip(params.values(), slopes)]
+            params = dict(zip(params, stepped))
         found = [p.detach() for p in params.values()]
         """,
     ),
@@ -794,7 +831,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         model = nn.Embedding(9, 2, sparse=True)
         words = (x[:, :4] * 3).long() + 4
         words = words.clamp(0, 8)
-        fit(model, lambda a, b: F.cross_entropy(model(words[: len(a)]).mean(1), b), torch.optim.SparseAdam(model.parameters()))
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        fit(model, lambda a, b: F.cross_entropy(model(words[: len(a)]).mean(1), b), optimizer)
         """,
     ),
     "weights that are averaged within the call": (
@@ -834,6 +872,104 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
             found.append(hits)
             return error / len(a) + 0.1 * norm
         fit(model, loss_of)
+        """,
+    ),
+    "parts that fail later, after batch normalisation": (
+        "divided",
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.norm, self.head, self.seen = nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), []
+
+            def forward(self, a, calls):
+                out = self.norm(self.first(a))
+                self.seen.append(1)
+                if calls > 3:
+                    out = out.view(10, 4)
+                return self.head(out)
+
+        model, calls = Net(), 0
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for epoch in range(2):
+            for a, b in [*batches()][:5]:
+                calls += 1
+                optimizer.zero_grad()
+                F.cross_entropy(model(a, calls), b).backward()
+                optimizer.step()
+        found += [*(p.detach() for p in model.parameters()), *model.buffers(), len(model.seen)]
+        """,
+    ),
+    "a compiled model, and a compiled step": (
+        "divided",
+        """
+        model = torch.compile(nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)), backend="aot_eager")
+        fit(model, lambda a, b: F.cross_entropy(model(a), b), torch.optim.SGD(model.parameters(), 0.1))
+        other = net()
+        optimizer = torch.optim.SGD(other.parameters(), 0.1)
+
+        @torch.compile(backend="eager")
+        def step(a, b):
+            optimizer.zero_grad()
+            F.cross_entropy(other(a), b).backward()
+            optimizer.step()
+
+        for a, b in batches():
+            step(a, b)
+        found += [p.detach() for p in other.parameters()]
+        """,
+    ),
+    "compiled batch normalisation": (
+        "",
+        """
+        inner = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        model = torch.compile(inner, backend="aot_eager", dynamic=True)
+        fit(model, lambda a, b: F.cross_entropy(model(a), b), torch.optim.SGD(model.parameters(), 0.1))
+        """,
+    ),
+    "outputs of which some have no gradient, inference, states that are read": (
+        "divided",
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = net()
+
+            def forward(self, a):
+                out = self.inner(a)
+                more = {"best": out.argmax(1), "is": out > 0, "empty": out[:, :0]}
+                return {"out": out, "fixed": out.detach() * 2, **more}
+
+        model = Net()
+        def loss_of(a, b):
+            result = model(a)
+            found.extend([result["fixed"].numpy().copy(), result["best"], result["is"], result["empty"]])
+            return F.cross_entropy(result["out"].sub_(1), b)
+        fit(model, loss_of)
+        with torch.inference_mode():
+            for a, b in batches():
+                found.append(model(a)["out"].clone())
+        """,
+    ),
+    "a mode of forward that is set from outside": (
+        "divided",
+        """
+        model = net()
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.kind = net(), "rows"
+
+            def forward(self, a, compares=False):
+                out = self.inner(a)
+                return out - out.mean(0) if compares or self.kind == "mean" else out
+
+        model = Net()
+        for kind in ("rows", "mean", "rows"):
+            model.kind = kind
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            fit(model, lambda a, b: F.cross_entropy(model(a), b), optimizer)
+            fit(model, lambda a, b: F.cross_entropy(model(a, compares=True), b), optimizer)
         """,
     ),
     "noise that is drawn outside": (

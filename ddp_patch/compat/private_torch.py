@@ -43,9 +43,9 @@ __all__ = [
     "has_own_iterators",
     "has_thread_workers",
     "imported_fsdp",
-    "is_within_transform",
     "is_torch_batch_sampler",
     "is_torchdatas",
+    "is_within_transform",
     "items_changed",
     "kept_weights",
     "length_not_noted",
@@ -123,7 +123,7 @@ def backward_in_progress() -> Callable[[], bool]:
 
 @contextmanager
 def kept_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Let recurrent modules have the list of their weights again that they have now, where these are replaced while entered."""
+    """Let recurrent modules have the lists of their weights again, which are replaced while entered."""
     names = ("_flat_weights", "_flat_weight_refs")
     recurrent = [vars(each) for each in modules if isinstance(each, torch.nn.RNNBase)]
     before = [{name: attributes[name] for name in names if name in attributes} for attributes in recurrent]

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from unittest.mock import patch
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from ddp_patch.compat.private_torch import backward_in_progress, is_within_trans
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.running.divided import (
+    Later,
     Layout,
     Part,
     Slots,
@@ -29,6 +30,7 @@ from ddp_patch.running.divided import (
     gather,
     scatter,
     shared,
+    sizes_of,
     slots_of,
     substituted,
     whole_batch,
@@ -36,16 +38,18 @@ from ddp_patch.running.divided import (
 from ddp_patch.running.loader_reports import is_off
 from ddp_patch.running.lockstep import GivenUp, Lockstep
 from ddp_patch.running.random_numbers import OwnNumbers, own_numbers
-from ddp_patch.running.trees import mapped, tensors_in
+from ddp_patch.running.trees import PLAIN, State, mapped, tensors_in
 from ddp_patch.validation import counted
 
-__all__ = ["PLAIN", "Called", "Calls", "Form", "Given", "original_call", "rows_of", "size_of"]
+__all__ = ["Called", "Calls", "Form", "Given", "original_call", "rows_of", "size_of"]
 
 original_call: Callable[..., Any] = nn.Module.__call__
-PLAIN = {bool, int, float, str, type(None)}
 _MOST_ROWS = 4  # dimensions that are tried
 _CLOSE = 1e-4  # how far what ranks compute alike may be apart, as a part of the norm
 _NOTHING = object()
+_LARGE = 2**18  # bytes of a part of what a module returns beside its loss
+_is_traced: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # torch does not list it
+_RAISES = ("a part of it raises", "it raises")  # so that no wrong number was computed
 
 
 @dataclass(eq=False)
@@ -57,10 +61,14 @@ class Form:
         right: Which one was the last that was the same by parts; 0 if none was compared.
         rows: In which dimension each tensor that is given has the rows; None for one that has none.
         layouts: How the parts of each tensor that a call returns make up the whole.
+        inner: How often something within a call sees the whole batch, as batch normalisation does.
+        changes: Whether a call changes what modules hold.
         why_whole: Why its calls are whole; empty if they are not.
     """
 
     calls: int = 0
+    inner: int = 0
+    changes: bool = False
     right: int = 0
     rows: list[int | None] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
@@ -98,7 +106,9 @@ class Called:
         how = f"{self.divided} divided over {counted(ranks, 'rank')}" if self.divided else "whole on every rank"
         whole, parts = self.seconds
         gain = f", {whole / parts:.1f} times as fast" if parts < whole else ", no gain" if parts else ""
-        why = "; ".join(self.reasons) or ("" if self.divided else "too few calls, or too few rows")
+        reasons = [*self.reasons]
+        others = f"; {counted(len(reasons) - 1, 'other reason')}" if reasons[1:] else ""
+        why = reasons[0] + others if reasons else ("" if self.divided else "too few calls, or too few rows")
         return f"{self.place} {self.name}: {counted(self.calls, 'call')}, {how}{gain}" + (f" ({why})" if why else "")
 
 
@@ -143,9 +153,7 @@ class Calls:
         tell: Tells the user something, once.
     """
 
-    def __init__(
-        self, lockstep: Lockstep, begin: Callable[[], None], tell: Callable[[str], object]
-    ) -> None:
+    def __init__(self, lockstep: Lockstep, begin: Callable[[], None], tell: Callable[[str], object]) -> None:
         self.lockstep, self.tell = lockstep, tell
         self.records: list[Called] = []
         self.gradients_are_own: bool = False  # a call with gradients was whole since the last step
@@ -156,14 +164,18 @@ class Calls:
         self._depth = 0
         self._is_in_backward = backward_in_progress()
         self._known: MutableMapping[nn.Module, Called] = WeakKeyDictionary()
-        self._roots: MutableMapping[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+        self._roots: MutableMapping[nn.Module, Called] = WeakKeyDictionary()  # in whose calls modules were called last
+        self._root = Called("", "")
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Hook calls of modules while entered."""
 
         def call(module: nn.Module, *args: Any, **options: Any) -> Any:
-            if self._depth or torch.compiler.is_compiling() or not self._is_scripts():
+            if torch.compiler.is_compiling() or not self._is_scripts():
+                return original_call(module, *args, **options)
+            if self._depth:
+                self._roots[module] = self._root
                 return original_call(module, *args, **options)
             return self._outermost(module, args, options)
 
@@ -173,8 +185,9 @@ class Calls:
             yield
 
     def _is_scripts(self) -> bool:
+        """Return whether a call is the script's, not a worker's or a thread's, say."""
         is_elsewhere = threading.get_ident() != self._thread and not self._is_in_backward()
-        return not (is_elsewhere or os.getpid() != self._process or torch.jit.is_tracing() or is_off())
+        return not (is_elsewhere or os.getpid() != self._process or _is_traced() or is_off())
 
     @contextmanager
     def within(self, part: Part | None) -> Iterator[None]:
@@ -195,13 +208,18 @@ class Calls:
         modules, slots = slots_of(module)
         if not slots:
             return original_call(module, *args, **options)
+        args, options = mapped((args, options), lambda each: each.made() if isinstance(each, Later) else each)
         self._begin()
         if self.lockstep.ranks == 1:
             return original_call(module, *args, **options)
         is_in_backward = self._is_in_backward()
-        if is_in_backward and (root := self._roots.get(module, lambda: None)()) not in {None, module}:
-            return self._again(self._known[root], module, args, options)
-        called = self._known.get(module) or self._met(module, modules)
+        called = self._known.get(module)
+        if is_in_backward and (root := self._roots.get(module, called)) is not None and root is not called:
+            return self._again(root, module, args, options)
+        if called is None:
+            called = self._known[module] = Called(type(module).__name__, script_line(sys._getframe()))
+            self.records.append(called)
+        self._roots[module] = self._root = called
         called.calls += 1
         self.lockstep.calls += 1
         given = Given(module, args, options, modules, slots, tensors_in((args, options)))
@@ -220,13 +238,6 @@ class Calls:
         if is_compared and not is_in_backward:
             self._compare(called, form, given)
         return self._divided(called, form, given) if form.right else self._whole(called, given)
-
-    def _met(self, module: nn.Module, modules: Sequence[nn.Module]) -> Called:
-        called = self._known[module] = Called(type(module).__name__, script_line(sys._getframe()))
-        self.records.append(called)
-        for each in modules:
-            self._roots[each] = ref(module)
-        return called
 
     def _form_of(self, called: Called, given: Given) -> Form | None:
         """Return what is known of a call's form; None if it is whole, because it has too few rows."""
@@ -264,13 +275,19 @@ class Calls:
     def _divided(self, called: Called, form: Form, given: Given) -> Any:
         """Make a call by parts; whole, if that fails on any rank."""
         part = Part(self.lockstep, f"calls {called.name}", size_of(given.tensors, form.rows))
+        state = State(given.modules) if form.changes else None
         with own_numbers(self.lockstep.rank) as numbers:
             try:
                 output, others = self.by_parts(given, part, form.rows)
+                if part.inner != form.inner:
+                    self.error = "something that sees the whole batch is compiled, or not always computed"
+                    self._failed(part)
                 result = self.made_whole(output, part, form.layouts, numbers)
             except GivenUp:
                 others, result = {}, _NOTHING
         if result is _NOTHING:
+            if state is not None:
+                state.put_back()
             form.right, form.why_whole = 0, self.error or "a part of it raises an error on some rank"
             return self._whole(called, given, form.why_whole)
         called.latest = (part, others) if torch.is_grad_enabled() else called.latest
@@ -328,9 +345,7 @@ class Calls:
         self.lockstep.meet(part.doing, has_failed=True)
         raise AssertionError  # a rank has failed
 
-    def made_whole(
-        self, output: Any, part: Part, layouts: Sequence[Layout], numbers: OwnNumbers | None = None
-    ) -> Any:
+    def made_whole(self, output: Any, part: Part, layouts: Sequence[Layout], numbers: OwnNumbers | None = None) -> Any:
         """Return what a call returns, of what its parts return.
 
         Raises:
@@ -341,12 +356,17 @@ class Calls:
         if len(parts) != len(layouts):
             self._failed(part)
         has_drawn = torch.tensor([numbers is not None and numbers.are_drawn], dtype=torch.uint8)
-        flag = has_drawn.to(parts[0].device) if parts else has_drawn
-        *wholes, drawn = gather(part, [*layouts, Layout("sum")], *parts, flag)
+        flag, rows = has_drawn.to(parts[0].device) if parts else has_drawn, part.sizes[self.lockstep.rank]
+        late = [] if numbers is None else _late(parts, layouts)
+        part.late = tuple(size for at in late for size in sizes_of(parts[at], layouts[at], rows))
+        now = [at for at in range(len(parts)) if at not in late]
+        *wholes, drawn = gather(part, [*(layouts[at] for at in now), Layout("sum")], *(parts[at] for at in now), flag)
+        part.late = ()
         if numbers is not None:
             numbers.has_drawn = bool(drawn)
-        found = iter(wholes)
-        return mapped(output, lambda _: next(found), objects=True)
+        found = dict(zip(now, wholes, strict=True)) | {at: Later.of(part, layouts[at], parts[at]) for at in late}
+        places = iter(range(len(parts)))
+        return mapped(output, lambda _: found[next(places)], objects=True)
 
     def _compare(self, called: Called, form: Form, given: Given) -> None:
         from ddp_patch.running.comparing import compared  # which imports this module
@@ -356,7 +376,7 @@ class Calls:
         self.lockstep.require_alike(doing, [(f"tensor {at}", each) for at, each in enumerate(names)], _CLOSE)
         self.error = ""
         why = compared(self, called, form, given)
-        if why and form.right:
+        if why and form.right and not why.startswith(_RAISES):
             raise RankMismatchError(
                 f"Call {form.calls} of {called.name}, first called at {called.place}, is not by parts what it is "
                 f"whole: {why}. Call {form.right} was the last one that was compared, and it was the same: what was "
@@ -364,11 +384,18 @@ class Calls:
                 "on every rank; or run the script on one."
             )
         if why:
-            form.why_whole = why
+            form.right, form.why_whole = 0, why
             called.reasons[why] = None
             self.tell(f"{called.place} {called.name}: calls are whole on every rank, because {why}.")
         elif why is not None:
             form.right = form.calls
+
+
+def _late(parts: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> list[int]:
+    """Return which outputs wait until somebody reads them: large ones of a module that returns its loss as well."""
+    has_loss = any(layout.kind == "mean" and not part.dim() for part, layout in zip(parts, layouts, strict=True))
+    pairs = enumerate(zip(parts, layouts, strict=True)) if has_loss else ()
+    return [at for at, (part, layout) in pairs if layout.kind == "rows" and part.nbytes > _LARGE]
 
 
 def rows_of(tensors: Sequence[torch.Tensor], ranks: int) -> list[list[int | None]]:

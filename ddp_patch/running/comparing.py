@@ -6,8 +6,8 @@ Both are tries, with random numbers held still: what they change is put back, an
 import gc
 import io
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -18,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_patch.orders.random_states import GlobalState
-from ddp_patch.running.calls import PLAIN, Called, Calls, Form, Given, original_call, rows_of, size_of
+from ddp_patch.running.calls import Called, Calls, Form, Given, original_call, rows_of, size_of
 from ddp_patch.running.divided import Layout, Part, cut, layouts_of, substituted
 from ddp_patch.running.lockstep import GivenUp, apart
-from ddp_patch.running.trees import leaves_of, tensors_in
+from ddp_patch.running.trees import PLAIN, State, leaves_of, tensors_in
 
 __all__ = ["compared"]
 
@@ -43,6 +43,7 @@ class _Try:
         left: What modules and generators have afterwards, by name.
         kept: Tensors that are held elsewhere afterwards.
         counts: Whether it took a mean by a number that it has computed.
+        inner: How often something within it saw the whole batch.
         seconds: How long it took.
         why: Why this call cannot be divided.
     """
@@ -52,6 +53,7 @@ class _Try:
     left: dict[str, Any] = field(default_factory=dict)
     kept: list[torch.Tensor] = field(default_factory=list)
     counts: bool = False
+    inner: int = 0
     seconds: float = 0.0
     why: str = ""
 
@@ -63,7 +65,7 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
         Why it is not the same by parts; nothing if it is; None if this call does not show it.
     """
     reasons, before = list[str](), called.latest
-    tries = _Tries(calls, called, given, _State(given.modules), GlobalState.capture().copied())
+    tries = _Tries(calls, called, given, State(given.modules), GlobalState.capture().copied())
     of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     try:
         whole = tries.made(None, form)
@@ -75,9 +77,13 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
             parts = tries.made(part, tried, whole)
             counts = whole.counts and any(each.kind == "mean" for each in tried.layouts)
             why = "it returns a mean by a number that it has computed" if counts else _difference(whole, parts)
+            if not (why or form.right) and _are_apart(whole.kept, parts.kept):
+                why = "it leaves a tensor elsewhere than in what it returns"
             reasons.append(tries.agreed(parts.why or why))
             if not reasons[-1]:
-                form.rows, form.layouts = tried.rows, tried.layouts
+                form.rows, form.layouts, form.inner = tried.rows, tried.layouts, parts.inner
+                tries.state.put_back()
+                form.changes = not _are_alike(tries.state.now(), whole.left)
                 called.seconds = (whole.seconds, parts.seconds) if form.right else (0.0, 0.0)
                 return ""
         return None if _UNDECIDED in reasons else reasons[0]
@@ -97,7 +103,7 @@ class _Tries:
     calls: Calls
     called: Called
     given: Given
-    state: "_State"
+    state: "State"
     numbers: GlobalState
 
     def agreed(self, why: str) -> str:
@@ -114,14 +120,17 @@ class _Tries:
         args, options = self.given.with_tensors(tensors)
         given = replace(self.given, args=args, options=options, tensors=tensors)
         made, printed, began, still = _Try(), io.StringIO(), time.perf_counter(), _Still()
-        with redirect_stdout(printed), still, saved_tensors_hooks(_as_it_is, _as_it_is):  # not those around the call
+        # The hooks around the call see no tries, and compiled code would draw numbers that nobody holds still.
+        with redirect_stdout(printed), still, saved_tensors_hooks(_as_it_is, _as_it_is), _eager():
             try:
                 output = self._called(part, form, given, parameters, made, whole)
                 made.why = made.why or _derived(output, [*parameters.values(), *tensors], is_whole=part is None)
             except GivenUp:
                 made.why = self.calls.error or "a part of it raises an error on another rank"
             except Exception as error:  # noqa: BLE001 - the call itself will raise it
-                import traceback; traceback.print_exc()
+                import traceback
+
+                traceback.print_exc()
                 made.why = f"it raises {type(error).__name__}"
         if made.why:
             return made
@@ -130,7 +139,9 @@ class _Tries:
         made.gradients = {f"the gradient of {names[each]}": other.grad for each, other in parameters.items()}
         made.gradients |= {f"the gradient of argument {at}": each.grad for at, each in enumerate(tensors)}
         made.left = {**self.state.now(), "the state of random numbers": GlobalState.capture().values()[1:]}
-        pairs = [*((names[each], each, other) for each, other in parameters.items())]
+        pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [
+            (names[each], each, other) for each, other in parameters.items()
+        ]
         pairs += [(f"argument {at}", a, b) for at, (a, b) in enumerate(zip(self.given.tensors, tensors, strict=True))]
         if changed := [name for name, a, b in pairs if apart(a, b)]:
             made.why = f"it changes {changed[0]}"
@@ -139,7 +150,12 @@ class _Tries:
         self.called.latest = None, {}
         torch.clear_autocast_cache()
         del output, args, options, given
-        own = [*self.state.tensors, *parameters.values(), *tensors, *(each.grad for each in (*parameters.values(), *tensors))]
+        own = [
+            *self.state.tensors,
+            *parameters.values(),
+            *tensors,
+            *(each.grad for each in (*parameters.values(), *tensors)),
+        ]
         made.kept = still.alive({*map(id, own)})
         if any(each.requires_grad for each in made.kept):
             made.why = "it leaves a tensor that requires a gradient elsewhere than in what it returns"
@@ -156,6 +172,7 @@ class _Tries:
             with calls.within(None), substituted(given.modules, given.slots, parameters):
                 return original_call(given.module, *given.args, **given.options)
         output, others = calls.by_parts(given, part, form.rows, parameters)
+        made.inner = part.inner
         self.called.latest = part, others
         part.lockstep.meet(part.doing)  # where another rank may say that it has failed
         if not form.right:
@@ -201,7 +218,7 @@ def _laid_out(part: Part, form: Form, parts: Sequence[torch.Tensor], whole: _Try
 def _derived(output: Any, own: Sequence[torch.Tensor], *, is_whole: bool) -> str:
     """Compute the gradients of an output, each number of which weighs something; return why that cannot be."""
     for leaf in leaves_of(output):
-        if not isinstance(leaf, (torch.Tensor, torch.dtype, torch.device)) and type(leaf) not in PLAIN:
+        if type(leaf) not in {torch.Tensor, nn.Parameter, torch.dtype, torch.device, *PLAIN}:
             return f"it returns a {type(leaf).__name__}"
     roots = [each for each in tensors_in(output, objects=True) if each.requires_grad]
     if is_whole and not {id(leaf) for leaf in _graph_leaves(roots)} <= {*map(id, own)}:
@@ -229,6 +246,11 @@ def _weights(root: torch.Tensor) -> torch.Tensor:
     """Return a number for each of a tensor's, the same on every rank and each time."""
     places = torch.arange(root.numel(), dtype=torch.float64, device=root.device)
     return (1 + 0.5 * (0.7 * places).sin()).view(root.shape).to(root.dtype)
+
+
+def _eager() -> AbstractContextManager[object]:
+    stance: Callable[[str], AbstractContextManager[object]] = getattr(torch.compiler, "set_stance", nullcontext)
+    return stance("force_eager")  # of torch 2.6 and newer
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,66 +286,28 @@ def _difference(whole: _Try, parts: _Try) -> str:
                 return f"{name} is {'None whole' if grad is None else 'None by parts'}"
         elif (far := apart(grad, other, least)) > 10 * _close(grad):
             return f"{name} differs by {far:.1e} of its norm"
-    for name, found in whole.left.items():
-        other = parts.left.get(name)
-        if isinstance(found, torch.Tensor) and isinstance(other, torch.Tensor):
-            if (far := apart(found, other)) > _close(found):
-                return f"it keeps something of its rows in {name}, by {far:.1e}"
-        elif not (found == other):
-            return f"it keeps something of its rows in {name}"
-    if len(whole.kept) != len(parts.kept) or any(apart(a, b) > _close(a) for a, b in zip(whole.kept, parts.kept, strict=True)):
-        return "it leaves a tensor elsewhere than in what it returns"
-    return ""
+    kept = next((name for name, found in whole.left.items() if not _are_alike(found, parts.left.get(name))), "")
+    return f"it keeps something of its rows in {kept}" if kept else ""
 
 
-class _State:
-    """What modules hold beside their parameters.
+def _are_alike(some: Any, others: Any) -> bool:
+    """Return whether two values are the same, but for rounding."""
+    if isinstance(some, torch.Tensor):
+        return isinstance(others, torch.Tensor) and apart(some, others) <= _close(some)
+    if isinstance(some, dict):
+        return all(_are_alike(each, others.get(name)) for name, each in some.items())
+    return bool(some == others)
 
-    Args:
-        modules: The modules.
-    """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._held = [(held, dict(held)) for each in modules for held in (vars(each), each._buffers, each._modules)]
-        values = [value for held, _ in self._held for value in held.values()]
-        self._lists = [(each, type(each)(each)) for each in values if type(each) in {list, dict, set}]
-        self.tensors: list[torch.Tensor] = tensors_in([each for each in values if not isinstance(each, nn.Module | dict)])
-        self._copies = [each.detach().clone() for each in self.tensors]
-
-    def put_back(self) -> None:
-        """Let them hold what they held."""
-        for held, before in self._held:
-            if held != before if not any(isinstance(each, torch.Tensor) for each in before.values()) else True:
-                held.clear()
-                held.update(before)
-        for value, copied in self._lists:
-            if isinstance(value, list):
-                value[:] = copied
-            elif value is not copied:
-                value.clear()
-                value.update(copied)
-        with torch.no_grad():
-            for tensor, copied in zip(self.tensors, self._copies, strict=True):
-                if apart(tensor, copied):
-                    tensor.data.copy_(copied)
-
-    def now(self) -> dict[str, Any]:
-        """Return plain values and copies of tensors that they hold now."""
-        found: dict[str, Any] = {}
-        for at, (held, _) in enumerate(self._held):
-            for name, value in held.items():
-                for place, leaf in enumerate(leaves_of(value)) if not isinstance(value, nn.Module) else ():
-                    if isinstance(leaf, torch.Tensor):
-                        found[f"{name} ({at}, {place})"] = leaf.detach().clone()
-                    elif type(leaf) in PLAIN:
-                        found[f"{name} ({at}, {place})"] = leaf
-        return found
+def _are_apart(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    pairs = zip(some, others, strict=False)
+    return len(some) != len(others) or any(apart(a, b) > _close(a) for a, b in pairs)
 
 
 # ---- random numbers that are held still ----
 
 
-class _Still(TorchDispatchMode):
+class _Still(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     """Draws numbers that do not depend on how many rows there are, and notes what is made.
 
     Attributes:
@@ -331,7 +315,7 @@ class _Still(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.counts: bool = False
         self._made: list[ref[torch.Tensor]] = []
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from itertools import pairwise
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from ddp_patch.compat.private_torch import kept_weights
 from ddp_patch.running.lockstep import GivenUp, Lockstep
-
+from ddp_patch.running.trees import mapped
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,15 @@ class Part:
         lockstep: The ranks.
         doing: What errors say that a rank does.
         n: How many rows there are.
-        is_exact: Whether no mean was taken of anything but rows, as far as it was seen.
+        inner: How often something within the call has seen the whole batch.
+        late: The sizes of what is gathered when it is read.
     """
 
     lockstep: Lockstep
     doing: str
     n: int
-    is_exact: bool = True
+    inner: int = 0
+    late: tuple[int, ...] = ()
 
     @property
     def bounds(self) -> list[int]:
@@ -67,11 +69,14 @@ class Part:
         return [end - begin for begin, end in pairwise(self.bounds)]
 
 
+_unflat: Callable[..., torch.Tensor] = torch.unflatten
+
+
 def cut(whole: torch.Tensor, layout: Layout, begin: int, end: int, n: int) -> torch.Tensor:
     """Return some rows of a whole tensor, which has so many."""
     dim, each = layout.dim, whole.shape[layout.dim] // n
     if layout.is_inner:
-        return whole.unflatten(dim, (each, n)).narrow(dim + 1, begin, end - begin).flatten(dim, dim + 1)
+        return _unflat(whole, dim, (each, n)).narrow(dim + 1, begin, end - begin).flatten(dim, dim + 1)
     return whole.narrow(dim, begin * each, (end - begin) * each)
 
 
@@ -79,7 +84,7 @@ def _joined(parts: Sequence[torch.Tensor], layout: Layout, sizes: Sequence[int])
     """Return the whole tensor, of parts that have so many rows."""
     dim = layout.dim
     if layout.is_inner:
-        blocks = [part.unflatten(dim, (-1, size)) for part, size in zip(parts, sizes, strict=True)]
+        blocks = [_unflat(part, dim, (-1, size)) for part, size in zip(parts, sizes, strict=True)]
         return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
     return torch.cat([*parts], dim)
 
@@ -115,6 +120,14 @@ def _of_part(whole: torch.Tensor, layout: Layout, part: Part) -> torch.Tensor:
     return whole.clone() if layout.kind == "sum" else whole * ((end - begin) / part.n)
 
 
+def sizes_of(tensor: torch.Tensor, layout: Layout, rows: int) -> list[int]:
+    """Return the shape of a part that has so many rows, for one row."""
+    shape = [*tensor.shape]
+    if layout.kind == "rows":
+        shape[layout.dim] //= rows
+    return shape
+
+
 def _of_all(parts: Sequence[torch.Tensor], layouts: Sequence[Layout], part: Part) -> list[torch.Tensor]:
     """Return the wholes that all ranks' parts make up.
 
@@ -122,14 +135,11 @@ def _of_all(parts: Sequence[torch.Tensor], layouts: Sequence[Layout], part: Part
         GivenUp: Other ranks have other shapes, so that they make up none.
     """
     rank, sizes = part.lockstep.rank, part.sizes
-    shapes = [[*each.shape] for each in parts]
-    for shape, layout in zip(shapes, layouts, strict=True):
-        if layout.kind == "rows":
-            shape[layout.dim] //= sizes[rank]
+    shapes = [sizes_of(each, layout, sizes[rank]) for each, layout in zip(parts, layouts, strict=True)]
     sent = [at for at, layout in enumerate(layouts) if layout.kind != "alike" or _is_derived(parts[at])]
     pieces = [_padded(parts[at]) for at in sent]
     flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-    usual = tuple(number for shape in shapes for number in (len(shape), *shape))
+    usual = (*part.late, *(number for shape in shapes for number in (len(shape), *shape)))
     flats = part.lockstep.gather(part.doing, flat, usual)
     if flats is None:
         raise GivenUp
@@ -148,7 +158,9 @@ def _of_all(parts: Sequence[torch.Tensor], layouts: Sequence[Layout], part: Part
             wholes[at] = _joined(found, layout, sizes)
         else:
             weights = [1.0] * len(sizes) if layout.kind == "sum" else [size / part.n for size in sizes]
-            first, *others = [each if weight == 1 else each * weight for each, weight in zip(found, weights, strict=True)]
+            first, *others = [
+                each if weight == 1 else each * weight for each, weight in zip(found, weights, strict=True)
+            ]
             wholes[at] = sum(others, first.clone())
     return wholes
 
@@ -204,7 +216,7 @@ class _Scatter(Function):
         part, layouts, like = ctx.of
         places = [at for at, is_there in enumerate(_agreed(part, [each is not None for each in grads])) if is_there]
         filled = (_zeros(*like[at]) if (grad := grads[at]) is None else grad for at in places)
-        gathered = _Gather.apply(part, [layouts[at] for at in places], *filled) if places else ()
+        gathered = gather(part, [layouts[at] for at in places], *filled) if places else ()
         return (None, None, *_spread(places, gathered, len(grads)))
 
 
@@ -216,14 +228,14 @@ class _Gather(Function):
         ctx.set_materialize_grads(False)
         ctx.of = part, layouts
         wholes = _of_all(parts, layouts, part)
-        ctx.mark_non_differentiable(*(each for each in wholes if not _is_derived(each)))
+        ctx.mark_non_differentiable(*(each for at, each in enumerate(wholes) if not ctx.needs_input_grad[2 + at]))
         return tuple(wholes)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         part, layouts = ctx.of
         places, present = _present(grads)
-        scattered = _Scatter.apply(part, [layouts[at] for at in places], *present) if places else ()
+        scattered = scatter(part, [layouts[at] for at in places], *present) if places else ()
         return (None, None, *_spread(places, scattered, len(grads)))
 
 
@@ -238,7 +250,7 @@ class _Shared(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return (None, *_Summed.apply(*ctx.of, *grads))
+        return (None, *_summed(*ctx.of, *grads))
 
 
 class _Summed(Function):
@@ -260,19 +272,53 @@ class _Summed(Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         part, mask = ctx.of
         places, present = _present(grads)
-        found = _spread(places, _Shared.apply(part, *present) if places else (), len(grads))
+        found = _spread(places, shared(part, *present) if places else (), len(grads))
         return (None, None, *(each if is_there else None for each, is_there in zip(found, mask, strict=True)))
 
 
 def mixed(part: Part, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return sums over all parts, for each part to go on with."""
-    sums: tuple[torch.Tensor, ...] = _Shared.apply(part, *_Summed.apply(part, parts, *parts))
+    sums: tuple[torch.Tensor, ...] = shared(part, *_summed(part, parts, *parts))
     return sums
 
 
 scatter: Callable[..., tuple[torch.Tensor, ...]] = _Scatter.apply
 gather: Callable[..., tuple[torch.Tensor, ...]] = _Gather.apply
 shared: Callable[..., tuple[torch.Tensor, ...]] = _Shared.apply
+_summed: Callable[..., tuple[torch.Tensor, ...]] = _Summed.apply
+
+
+class Later(torch.Tensor):
+    """A whole tensor that is gathered when it is first read; on all ranks, as they run the same script."""
+
+    @staticmethod
+    def of(part: Part, layout: Layout, own: torch.Tensor) -> "Later":
+        """Return the whole tensor of which this rank has a part."""
+        shape = sizes_of(own, layout, part.sizes[part.lockstep.rank])
+        shape[layout.dim] *= part.n
+        made = torch.empty(shape, dtype=own.dtype, device="meta").as_subclass(Later)
+        vars(made).update(part=part, layout=layout, own=own, whole=None)
+        return made
+
+    def made(self) -> torch.Tensor:
+        """Return the tensor."""
+        held = vars(self)
+        if held["whole"] is None:
+            with torch.enable_grad():
+                (held["whole"],) = gather(held["part"], [held["layout"]], held["own"])
+            held["own"] = None
+        whole: torch.Tensor = held["whole"]
+        return whole
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_SHAPES:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        args, kwargs = mapped((args, kwargs or {}), lambda each: each.made() if isinstance(each, Later) else each)
+        return func(*args, **kwargs)
+
+
+_OF_SHAPES = {torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.__len__}  # type: ignore[attr-defined]  # a property
 
 
 # ---- a module whose parameters are shared ----
@@ -289,7 +335,9 @@ def slots_of(module: nn.Module) -> tuple[list[nn.Module], Slots]:
             if inner is not None and inner not in seen:
                 seen.add(inner)
                 modules.append(inner)
-    return modules, [(each, name, found) for each in modules for name, found in each._parameters.items() if found is not None]
+    return modules, [
+        (each, name, found) for each in modules for name, found in each._parameters.items() if found is not None
+    ]
 
 
 @contextmanager
@@ -308,6 +356,8 @@ def substituted(modules: Sequence[nn.Module], slots: Slots, others: dict[nn.Para
 
 # ---- what sees the whole batch within a module ----
 
+_untraced: Callable[[Any], Any] = torch.compiler.disable  # what communicates is not traced
+
 
 def whole_batch(part_now: Callable[[], Part | None], stack: ExitStack) -> None:
     """Let batch normalisation, and means of torch's over what is no row, see the whole batch in divided calls.
@@ -319,7 +369,11 @@ def whole_batch(part_now: Callable[[], Part | None], stack: ExitStack) -> None:
 
     def put(name: str, ours: Callable[..., Any]) -> None:
         theirs = getattr(functional, name)
-        of_part = torch.compiler.disable(partial(ours, theirs))  # what communicates is not traced
+
+        @_untraced
+        def of_part(part: Part, *args: Any, **options: Any) -> Any:
+            part.inner += 1
+            return ours(theirs, part, *args, **options)
 
         def call(*args: Any, **options: Any) -> Any:
             part = part_now()
@@ -347,8 +401,7 @@ def _batch_norm(
     if not training:
         return theirs(input, running_mean, running_var, weight, bias, training, momentum, eps)
     running = [] if running_mean is None or running_var is None else [running_mean, running_var]
-    result: torch.Tensor = _Normalised.apply(part, input, weight, bias, running, momentum, eps)
-    return result
+    return _normalised(part, input, weight, bias, running, momentum, eps)
 
 
 def _shaped(of_channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -370,7 +423,9 @@ class _Normalised(Function):
     """Batch normalisation by the whole batch: torch's own operations, but for the sums."""
 
     @staticmethod
-    def forward(ctx: Any, part: Part, x: torch.Tensor, weight: Any, bias: Any, running: Any, momentum: Any, eps: Any) -> Any:
+    def forward(
+        ctx: Any, part: Part, x: torch.Tensor, weight: Any, bias: Any, running: Any, momentum: Any, eps: Any
+    ) -> Any:
         mean, var, n = _statistics(part, x.float() if x.dtype in {torch.float16, torch.bfloat16} else x)
         for kept, found in zip(running, (mean, var * (n / (n - 1))), strict=False):
             kept.data.lerp_(found.to(kept.dtype), momentum)  # as torch's own, it is no change that autograd sees
@@ -392,8 +447,13 @@ class _Normalised(Function):
         mean_slope, mean_product = (sums / n).unbind()
         inner = normal.mul_(_shaped(mean_product, x)).add_(_shaped(mean_slope, x)).neg_().add_(wide)
         of_x = inner.mul_(_shaped(scale if weight is None else scale * weight, x)).to(x.dtype)
-        of_others = (None if to is None else of.to(to.dtype) for of, to in zip(slopes.flip(0), (weight, bias), strict=True))
+        of_others = (
+            None if to is None else of.to(to.dtype) for of, to in zip(slopes.flip(0), (weight, bias), strict=True)
+        )
         return (None, of_x, *of_others, None, None, None)
+
+
+_normalised: Callable[..., torch.Tensor] = _Normalised.apply
 
 
 def _derived_again(

@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -108,12 +109,16 @@ class Lockstep:
             block[8 * _NUMBERS :][:size] = flat
         blocks = [torch.empty_like(block) for _ in range(self.ranks)]
         self._together(lambda: dist.all_gather(blocks, block, self._group))
-        failed, *same, usuals, sizes = zip(*(each[: 8 * _NUMBERS].view(torch.int64).tolist() for each in blocks))
+        failed, *same, usuals, sizes = zip(
+            *(each[: 8 * _NUMBERS].view(torch.int64).tolist() for each in blocks), strict=True
+        )
         if any(failed):
             raise GivenUp
         if any(len({*each}) > 1 for each in same):
             raise self._mismatch(doing)
-        gone = [each[8 * _NUMBERS :][:size] for each, size in zip(blocks, sizes, strict=True)] if min(sizes) >= 0 else []
+        gone = (
+            [each[8 * _NUMBERS :][:size] for each, size in zip(blocks, sizes, strict=True)] if min(sizes) >= 0 else []
+        )
         return gone, len({*usuals}) == 1, [abs(each) for each in sizes]
 
     # ---- what is exchanged ----
@@ -143,7 +148,10 @@ class Lockstep:
         Returns:
             The sums, the same to the bit on every rank; None if ``usual`` is not the same on every rank.
         """
-        kinds, is_small = {(each.dtype, each.is_cuda) for each in tensors}, sum(each.nbytes for each in tensors) <= _ROOM
+        kinds, is_small = (
+            {(each.dtype, each.is_cuda) for each in tensors},
+            sum(each.nbytes for each in tensors) <= _ROOM,
+        )
         goes_along = is_small and len(kinds) == 1 and not tensors[0].is_cuda
         flat = _flat(tensors) if goes_along else torch.empty(0)
         gone, is_alike, _ = self._begin(doing, usual, flat.view(torch.uint8))
@@ -165,7 +173,7 @@ class Lockstep:
         for places in _buckets(tensors):
             held = [tensors[at] for at in places]
             flat = _flat(held)
-            self._together(lambda flat=flat: communicate(flat))
+            self._together(partial(communicate, flat))
             found |= dict(zip(places, _parts(flat, held), strict=True))
         return (found[at] for at in range(len(tensors)))
 

@@ -1,4 +1,4 @@
-"""Run a script of one process on several ranks as one: all run the whole script, and divide the calls of its modules."""
+"""Run a script of one process on several ranks as one: all run all of it, and divide the calls of its modules."""
 
 import logging
 import os
@@ -144,7 +144,9 @@ class OneProcess(Summary):
     def notes(self) -> list[str]:
         """What the summary says beside the table."""
         found = [each.line(self._ranks) for each in self._calls.records]
-        found.append(f"{counted(self._ranks, 'rank')} trained as one process: {counted(self._lockstep.steps, 'optimizer step')}.")
+        found.append(
+            f"{counted(self._ranks, 'rank')} trained as one process: {counted(self._lockstep.steps, 'optimizer step')}."
+        )
         if self._ranks > 1 and not any(each.divided for each in self._calls.records):
             found.append(f"{NOT_DIVIDED}: every rank computed all, and no time was saved.")
         return [*found, *super().notes]

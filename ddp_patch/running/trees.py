@@ -1,7 +1,7 @@
-"""The tensors in what a module is given, or returns."""
+"""The tensors in what a module is given, or returns; and what modules hold."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["leaves_of", "mapped", "tensors_in"]
+from ddp_patch.running.lockstep import apart
 
+__all__ = ["PLAIN", "State", "leaves_of", "mapped", "tensors_in"]
+
+PLAIN = {bool, int, float, str, type(None)}
 _NO_HOLDERS = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.device, torch.dtype, torch.Generator)
 
 
@@ -70,3 +73,54 @@ def tensors_in(value: Any, *, objects: bool = False) -> list[torch.Tensor]:
 
     mapped(value, note, objects=objects)
     return found
+
+
+class State:
+    """What modules hold beside their parameters.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._held: list[tuple[Any, dict[str, Any]]] = [
+            (held, dict(held)) for each in modules for held in (vars(each), each._buffers, each._modules)
+        ]
+        values: list[Any] = [value for held, _ in self._held for value in held.values()]
+        self._lists: list[tuple[Any, Any]] = [
+            (each, copy.copy(each)) for each in values if type(each) in {list, dict, set}
+        ]
+        self.tensors: list[torch.Tensor] = tensors_in(
+            [each for each in values if not isinstance(each, nn.Module | dict)]
+        )
+        self._copies = [each.detach().clone() for each in self.tensors]
+
+    def put_back(self) -> None:
+        """Let them hold what they held."""
+        for held, before in self._held:
+            held.clear()
+            held.update(before)
+        for value, copied in self._lists:
+            if isinstance(value, list):
+                value[:] = copied
+            elif value is not copied:
+                value.clear()
+                value.update(copied)
+        with torch.no_grad():
+            for tensor, copied in zip(self.tensors, self._copies, strict=True):
+                if apart(tensor, copied):
+                    tensor.data.copy_(copied)
+
+    def now(self) -> dict[str, Any]:
+        """Return plain values and copies of tensors that they hold now."""
+        found: dict[str, Any] = {}
+        for at, (held, _) in enumerate(self._held):
+            of = f"module {at // 3}, {type(self._modules[at // 3]).__name__}"
+            for name, value in held.items():
+                for place, leaf in enumerate(leaves_of(value)) if not isinstance(value, nn.Module) and name != "_buffers" else ():
+                    if isinstance(leaf, torch.Tensor):
+                        leaf = leaf.detach().clone()
+                    if isinstance(leaf, torch.Tensor) or type(leaf) in PLAIN:
+                        found[f"{name} of {of}" + f" ({place})" * (place > 0)] = leaf
+        return found

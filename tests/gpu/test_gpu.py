@@ -76,7 +76,7 @@ def test_ranks_train_as_one_process_with_batch_normalisation_of_whole_batches(tm
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
     printed = []
     for ranks in ("1", "2"):
-        command = [sys.executable, "-m", "ddp_patch", "run", "-n", ranks, "--sync-batchnorm", "train.py"]
+        command = [sys.executable, "-m", "ddp_patch", "run", "-n", ranks, "train.py"]
         done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)  # noqa: S603 - our own
         printed.append(done.stdout)
     assert len(printed[0].splitlines()) == 9

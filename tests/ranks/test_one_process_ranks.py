@@ -58,7 +58,7 @@ def test_calls_are_divided_where_that_is_the_same(world_size: int) -> None:
     (alone,), ranks = run_ranks(programs, 1), run_ranks(programs, world_size)
     for name, (fate, _) in PROGRAMS.items():
         told = ranks[0][name]["told"]
-        assert ("divided over" in told) is (fate == "divided"), f"{name}: {told}"
+        assert not fate or ("divided over" in told) is (fate == "divided"), f"{name}: {told}"
         assert fate in told, f"{name}: {told}"
         for of_rank in ranks:
             for found, wanted in zip(of_rank[name]["found"], alone[name]["found"], strict=True):
@@ -117,7 +117,7 @@ def trained(model: Any, rows: Any, steps: int) -> None:
 
 def other_ways(rank: int, model: Any) -> None:
     trained(model, torch.ones(8, 2), 3 + rank)
-    trained(nn.Tanh(), torch.ones(8, 2), 0) if rank > 1 else nn.Sequential(nn.Linear(2, 1))(torch.ones(8, 2))
+    trained(nn.Sequential(nn.Linear(2, 1)), torch.ones(8, 2), 2)
 
 
 def left_earlier(rank: int, model: Any) -> None:
@@ -172,8 +172,16 @@ def grouped(rank: int, model: Any) -> None:
 
 
 WRONG: list[tuple[Callable[..., None], type[Exception], list[str]]] = [
-    (other_ways, RankMismatchError, ["rank 0 calls Sequential", "rank 1 calls Linear", "after 4 calls of modules"]),
-    (left_earlier, RankMismatchError, ["rank 0 has come to its end", "rank 1 calls Linear", "after 3 calls"]),
+    (
+        other_ways,
+        RankMismatchError,
+        ["rank 0 compares a call of Sequential", "rank 1 compares a call of Linear", "after 4 calls"],
+    ),
+    (
+        left_earlier,
+        RankMismatchError,
+        ["rank 0 has come to its end", "rank 1 compares a call of Linear", "after 3 calls"],
+    ),
     (drifting, RankMismatchError, ["tensor 0 of rank 1", "of its norm apart from rank 0's"]),
     (other_rows, RankMismatchError, ["compares a call of Linear", "tensor 2 of rank 1", "nobody has seeded"]),
     (later, RankMismatchError, ["Call 8 of Later", "what it returns differs by", "Call 4 was the last", "unpatched()"]),
