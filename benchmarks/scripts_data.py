@@ -406,17 +406,22 @@ def marked(at: Path) -> None:
 
 
 def scene(at: Path) -> None:
-    """Write views, and a configuration of a small model."""
-    views(at)
+    """Write rays of three views, and a configuration of a small model."""
+    numbers = torch.Generator().manual_seed(0)
+    for part in ("train", "val"):
+        (at / "run" / "rays" / part).mkdir(parents=True)
+        for number in range(3 if part == "train" else 1):
+            rays = torch.randn(2, 12, 12, 3, generator=numbers, dtype=torch.float64).to(torch.get_default_dtype())
+            told = {"height": 12, "width": 12, "focal_length": 9.0, "ray_bundle": rays, "ray_origins": rays[0]}
+            told |= {"ray_directions": rays[1], "target": torch.rand(12, 12, 3, generator=numbers)}
+            torch.save(told, at / "run" / "rays" / part / f"{number}.data")
     told = (at / "checkout" / "config" / "lego.yml").read_text()
     for name, value in {
         "train_iters": 9,
         "validate_every": 4,
         "save_every": 4,
         "print_every": 2,
-        "basedir": "scene",
-        "cachedir": "none",
-        "half_res": False,
+        "cachedir": "rays",
         "num_layers": 3,
         "hidden_size": 16,
         "num_random_rays": 50,

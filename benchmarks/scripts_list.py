@@ -61,8 +61,12 @@ import os
 os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
 """
 OLD_TRANSFORMERS = """
-import torch, transformers
+import importlib, sys, torch, transformers
 transformers.AdamW = torch.optim.AdamW
+for _name in ("Bert", "DistilBert", "Albert"):
+    _module = importlib.import_module(f"transformers.models.{_name.lower()}.modeling_{_name.lower()}")
+    setattr(_module, f"{_name}Config", getattr(transformers, f"{_name}Config"))
+    sys.modules[f"transformers.modeling_{_name.lower()}"] = _module
 """
 
 
@@ -114,7 +118,7 @@ DEEP_Q += ("--no-cuda", "--buffer-size", "200", "--target-network-frequency", "2
 GAN = ("--n_epochs", "1", "--batch_size", "16", "--sample_interval", "5")
 INFORMER = ("--model", "informer", "--data", "custom", "--root_path", ".", "--data_path", "x.csv", "--seq_len", "24")
 INFORMER += ("--label_len", "12", "--pred_len", "8", "--train_epochs", "1", "--itr", "1", "--d_model", "16")
-INFORMER += ("--n_heads", "2", "--d_ff", "16")
+INFORMER += ("--n_heads", "2", "--d_ff", "16", "--attn", "full")
 WORDS = ("--train_data", "words/train", "--valid_data", "words/valid", "--batch_size", "8", "--num_iter", "5")
 WORDS += ("--valInterval", "3", "--workers", "0", "--Transformation", "None", "--FeatureExtraction", "VGG")
 WORDS += ("--SequenceModeling", "BiLSTM", "--Prediction", "CTC", "--output_channel", "32", "--hidden_size", "16")
@@ -288,7 +292,7 @@ SCRIPTS = [
         ANY_CHECKSUM,
     ),
     Script("nerf-pytorch", "run_nerf.py", data.views, RAYS, ON_CPU, stop=9),
-    Script("krrish94-nerf-pytorch", "train_nerf.py", data.scene, ("--config", "c.yml"), NO_SEARCHSORTED),
+    Script("krrish94-nerf-pytorch", "train_nerf.py", data.scene, ("--config", "c.yml"), NO_SEARCHSORTED, single=True),
     Script("PyTorch-YOLOv3", "pytorchyolo/train.py", data.boxes, BOXES, OLD_NUMPY, paths=(".",)),
     Script("fasterrcnn-pytorch-training-pipeline", "train.py", data.marked, FASTER),
     Script("Pytorch-UNet", "train.py", data.masks, ("-e", "1", "-b", "4", "-s", "0.5", "-v", "20")),
@@ -348,8 +352,8 @@ SCRIPTS = [
     Script(
         "efficient_densenet_pytorch",
         "demo.py",
-        lambda at: data.small_images(at / "run" / "data" / "cifar-10-batches-py", 9),
-        ("data", "out", "--depth", "10", "--n_epochs", "1", "--batch_size", "8", "--valid_size", "11", "--seed", "1"),
+        lambda at: data.small_images(at / "run" / "data" / "cifar-10-batches-py", 17),
+        ("data", "out", "--depth", "10", "--n_epochs", "1", "--batch_size", "8", "--valid_size", "43", "--seed", "1"),
         ANY_CHECKSUM,
     ),
     Script(
