@@ -310,7 +310,7 @@ def scripts(session: nox.Session) -> None:
     pinned = ("-c", "constraints-packages.txt")
     needed = "albumentations configargparse einx fire gymnasium h5py hydra-colorlog hydra-core imageio imgaug kaldiio"
     needed += " lightly lmdb natsort nltk numpydoc optuna poutyne pycocotools pytorch-ignite requests rootutils"
-    needed += " scikit-image seqeval skorch tensorboard terminaltables torchinfo torchsummary tyro wandb"
+    needed += " scikit-image skorch tensorboard terminaltables torchinfo torchsummary tyro wandb"
     session.install(*pinned, ".[packages]", *needed.split())
     session.run("python", "benchmarks/scripts.py", *session.posargs)
 

@@ -28,7 +28,7 @@ from scripts_outputs import Left, digest, fresh, left, told_apart, varying
 
 RANKS = (2, 3)
 LIMIT_S = 900.0
-CLOSE = {"double": 1e-7, "single": 1e-4, "as it is": 1e-3}  # of numbers, and of the largest parameter
+CLOSE = {"double": 1e-7, "single": 1e-3, "as it is": 1e-3}  # of numbers, and of the largest parameter
 GIT = shutil.ignore_patterns(".git")
 OURS = re.compile(r"ddp_patch\.errors\.(\w+)")
 DIVIDED = re.compile(r"([\d,]+) divided over")

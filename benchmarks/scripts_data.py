@@ -442,20 +442,3 @@ def clothes(at: Path) -> None:
 def beside_mnist(at: Path) -> None:
     """Write MNIST where the scripts of PyTorch-GAN look for it."""
     mnist(at.parent / "data" / "mnist")
-
-
-def intents(at: Path) -> None:
-    """Write sentences of words with slots and an intent, and a small BERT by the name of a large one."""
-    folder, numbers = at / "run" / "data" / "snips", random.Random(0)
-    folder.mkdir(parents=True)
-    (folder / "intent_label.txt").write_text("UNK\nplay\nbook\nrate\n")
-    (folder / "slot_label.txt").write_text("PAD\nUNK\nO\nB-artist\nI-artist\nB-place\n")
-    for part, count in (("train", 61), ("dev", 13), ("test", 13)):
-        (folder / part).mkdir()
-        lengths = [numbers.randrange(3, 8) for _ in range(count)]
-        inputs = [" ".join("".join(numbers.choices("abcdef", k=3)) for _ in range(length)) for length in lengths]
-        slots = [" ".join(numbers.choices(["O", "B-artist", "B-place"], k=length)) for length in lengths]
-        kinds = [numbers.choice(["play", "book", "rate"]) for _ in lengths]
-        for name, lines in (("seq.in", inputs), ("seq.out", slots), ("label", kinds)):
-            (folder / part / name).write_text("\n".join(lines) + "\n")
-    bert(at / "run" / "bert-base-uncased")

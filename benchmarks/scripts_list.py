@@ -60,14 +60,6 @@ OLD_LOAD = """
 import os
 os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
 """
-OLD_TRANSFORMERS = """
-import importlib, sys, torch, transformers
-transformers.AdamW = torch.optim.AdamW
-for _name in ("Bert", "DistilBert", "Albert"):
-    _module = importlib.import_module(f"transformers.models.{_name.lower()}.modeling_{_name.lower()}")
-    setattr(_module, f"{_name}Config", getattr(transformers, f"{_name}Config"))
-    sys.modules[f"transformers.modeling_{_name.lower()}"] = _module
-"""
 
 
 @dataclass(frozen=True)
@@ -122,8 +114,6 @@ INFORMER += ("--n_heads", "2", "--d_ff", "16", "--attn", "full")
 WORDS = ("--train_data", "words/train", "--valid_data", "words/valid", "--batch_size", "8", "--num_iter", "5")
 WORDS += ("--valInterval", "3", "--workers", "0", "--Transformation", "None", "--FeatureExtraction", "VGG")
 WORDS += ("--SequenceModeling", "BiLSTM", "--Prediction", "CTC", "--output_channel", "32", "--hidden_size", "16")
-INTENTS = ("--task", "snips", "--model_dir", "out", "--do_train", "--do_eval", "--train_batch_size", "8")
-INTENTS += (
     "--num_train_epochs",
     "1",
     "--max_steps",
@@ -268,7 +258,7 @@ SCRIPTS = [
     Script(
         "tiny-diffusion",
         "ddpm.py",
-        arguments=("--dataset", "circle", "--num_epochs", "1", "--eval_batch_size", "31", "--hidden_size", "32"),
+        arguments=("--dataset", "circle", "--num_epochs", "1", "--eval_batch_size", "31", "--train_batch_size", "200"),
     ),
     *(
         Script(
@@ -346,7 +336,7 @@ SCRIPTS = [
         "cs230-code-examples", "pytorch/vision/train.py", data.signs, ("--data_dir", "data", "--model_dir", "model")
     ),
     Script("cs230-code-examples", "pytorch/nlp/train.py", data.tagged, ("--data_dir", "data", "--model_dir", "model")),
-    Script("poutyne", "examples/basic_random_classification.py"),
+    Script("poutyne", "examples/basic_random_classification.py", stop=40),
     Script("PyTorch-GAN", "implementations/wgan_gp/wgan_gp.py", data.beside_mnist, GAN),
     Script("PyTorch-GAN", "implementations/acgan/acgan.py", data.beside_mnist, GAN),
     Script(
@@ -367,5 +357,4 @@ SCRIPTS = [
         "CTC_pytorch", "timit/steps/train_ctc.py", data.utterances, ("--conf", "c.yaml"), NO_VISDOM, paths=("timit",)
     ),
     Script("deep-text-recognition-benchmark", "train.py", data.boxed_words, WORDS),
-    Script("JointBERT", "main.py", data.intents, INTENTS, OLD_TRANSFORMERS, single=True),
 ]
