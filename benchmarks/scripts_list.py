@@ -114,17 +114,6 @@ INFORMER += ("--n_heads", "2", "--d_ff", "16", "--attn", "full")
 WORDS = ("--train_data", "words/train", "--valid_data", "words/valid", "--batch_size", "8", "--num_iter", "5")
 WORDS += ("--valInterval", "3", "--workers", "0", "--Transformation", "None", "--FeatureExtraction", "VGG")
 WORDS += ("--SequenceModeling", "BiLSTM", "--Prediction", "CTC", "--output_channel", "32", "--hidden_size", "16")
-    "--num_train_epochs",
-    "1",
-    "--max_steps",
-    "6",
-    "--logging_steps",
-    "3",
-    "--save_steps",
-    "3",
-    "--max_seq_len",
-    "20",
-)
 FAKES = ("--dataset", "fake", "--batchSize", "8", "--imageSize", "64", "--ngf", "8", "--ndf", "8")
 FAKES += ("--workers", "0", "--manualSeed", "1", "--niter", "1")
 QUICK = ("-c", "../code/configs/simsiam_cifar_quick.yaml", "--debug", "--data_dir", "data", "--log_dir")
