@@ -280,7 +280,6 @@ SCRIPTS = [
         "accelerate", "examples/by_feature/cross_validation.py", data.paraphrases, ("--cpu",), NO_EVALUATE, single=True
     ),
     Script("optuna-examples", "pytorch/pytorch_simple.py", data.clothes, stop=60),
-    Script("optuna-examples", "pytorch/skorch_simple.py", lambda at: data.mnist(at / "run" / "data"), stop=60),
     Script(
         "pytorch-cifar100",
         "lr_finder.py",
