@@ -42,6 +42,10 @@ NO_VISDOM = """
 import sys, types
 sys.modules["visdom"] = types.SimpleNamespace(Visdom=lambda **options: types.SimpleNamespace(line=lambda **told: "x"))
 """
+OLD_TORCH = """
+import itertools, torch._utils
+torch._utils._accumulate = itertools.accumulate
+"""
 # Metrics come from a hub.
 NO_EVALUATE = """
 import sys, types
@@ -344,5 +348,5 @@ SCRIPTS = [
     Script(
         "CTC_pytorch", "timit/steps/train_ctc.py", data.utterances, ("--conf", "c.yaml"), NO_VISDOM, paths=("timit",)
     ),
-    Script("deep-text-recognition-benchmark", "train.py", data.boxed_words, WORDS),
+    Script("deep-text-recognition-benchmark", "train.py", data.boxed_words, WORDS, OLD_TORCH),
 ]
