@@ -32,8 +32,10 @@ __all__ = [
     "RUNNING_ITERATOR",
     "AroundIterator",
     "BatchesOf",
+    "DispatchMode",
     "RunningLoader",
     "WorkerInfo",
+    "argument_names",
     "backward_in_progress",
     "default_store",
     "forget_iterator",
@@ -53,6 +55,7 @@ __all__ = [
     "rank_noted",
     "replace_worker_seed",
     "root_mesh",
+    "tables_of",
     "worker_info_told",
 ]
 
@@ -89,9 +92,11 @@ def _lacking(name: str, needed_for: str, instead: str = "") -> TorchVersionError
 
 
 if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
     from torch.utils.data._utils.worker import WorkerInfo
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 else:
+    DispatchMode = _private("torch.utils._python_dispatch.TorchDispatchMode", "Running scripts as one process")
     _BaseDataLoaderIter = _private("torch.utils.data.dataloader._BaseDataLoaderIter", "Counting a loader's batches")
     # The class of what ``get_worker_info()`` returns, which has no public name.
     WorkerInfo = _private("torch.utils.data._utils.worker.WorkerInfo", "Sharing an iterable dataset")
@@ -132,6 +137,16 @@ def kept_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     finally:
         for attributes, kept in zip(recurrent, before, strict=True):
             attributes.update(kept)
+
+
+def tables_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a module's own tables of parameters, buffers and inner modules: what its attributes are looked up in."""
+    return module._parameters, module._buffers, module._modules
+
+
+def argument_names(operation: Any) -> list[str]:
+    """Return the names of the arguments of one of torch's operations, in their order."""
+    return [each.name for each in operation._schema.arguments]
 
 
 def is_within_transform() -> bool:

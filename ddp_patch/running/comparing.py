@@ -15,8 +15,8 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_patch.compat.private_torch import DispatchMode, argument_names
 from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.running.calls import Called, Calls, Form, Given, original_call, rows_of, size_of
 from ddp_patch.running.divided import Layout, Part, cut, layouts_of, substituted
@@ -307,7 +307,7 @@ def _are_apart(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
 # ---- random numbers that are held still ----
 
 
-class _Still(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+class _Still(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     """Draws numbers that do not depend on how many rows there are, and notes what is made.
 
     Attributes:
@@ -356,7 +356,7 @@ def _counts(func: Any, args: Sequence[Any]) -> bool:
 
 def _drawn(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
     """Return what stands for the result of an operation that draws random numbers."""
-    name, named = func.overloadpacket.__name__, [each.name for each in func._schema.arguments]
+    name, named = func.overloadpacket.__name__, argument_names(func)
     given = {**dict(zip(named, args, strict=False)), **options}
     if name == "native_dropout" and given["train"] is not False:
         mask = torch.ones_like(given["input"], dtype=torch.bool)

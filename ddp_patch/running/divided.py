@@ -19,9 +19,26 @@ from torch import nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from ddp_patch.compat.private_torch import kept_weights
+from ddp_patch.compat.private_torch import kept_weights, tables_of
 from ddp_patch.running.lockstep import GivenUp, Lockstep
 from ddp_patch.running.trees import mapped
+
+__all__ = [
+    "Later",
+    "Layout",
+    "Part",
+    "Slots",
+    "cut",
+    "gather",
+    "layouts_of",
+    "mixed",
+    "scatter",
+    "shared",
+    "sizes_of",
+    "slots_of",
+    "substituted",
+    "whole_batch",
+]
 
 
 @dataclass(frozen=True)
@@ -331,12 +348,12 @@ def slots_of(module: nn.Module) -> tuple[list[nn.Module], Slots]:
     """Return a module and all in it, each once, and where their parameters are."""
     modules, seen = [module], {module}
     for each in modules:  # which grows
-        for inner in each._modules.values():  # named_modules() takes ten times as long
+        for inner in tables_of(each)[2].values():  # named_modules() takes ten times as long
             if inner is not None and inner not in seen:
                 seen.add(inner)
                 modules.append(inner)
     return modules, [
-        (each, name, found) for each in modules for name, found in each._parameters.items() if found is not None
+        (each, name, found) for each in modules for name, found in tables_of(each)[0].items() if found is not None
     ]
 
 
@@ -346,12 +363,12 @@ def substituted(modules: Sequence[nn.Module], slots: Slots, others: dict[nn.Para
     with kept_weights(modules):
         try:
             for module, name, parameter in slots:
-                module._parameters[name] = others.get(parameter, parameter)  # type: ignore[assignment]  # no parameter
+                tables_of(module)[0][name] = others.get(parameter, parameter)
             yield
         finally:
             for module, name, parameter in slots:
-                if name in module._parameters:
-                    module._parameters[name] = parameter
+                if name in (parameters := tables_of(module)[0]):
+                    parameters[name] = parameter
 
 
 # ---- what sees the whole batch within a module ----

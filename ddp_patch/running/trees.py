@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddp_patch.compat.private_torch import tables_of
 from ddp_patch.running.lockstep import apart
 
 __all__ = ["PLAIN", "State", "leaves_of", "mapped", "tensors_in"]
@@ -85,7 +86,7 @@ class State:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._held: list[tuple[Any, dict[str, Any]]] = [
-            (held, dict(held)) for each in modules for held in (vars(each), each._buffers, each._modules)
+            (held, dict(held)) for each in modules for held in (vars(each), *tables_of(each)[1:])
         ]
         values: list[Any] = [value for held, _ in self._held for value in held.values()]
         self._lists: list[tuple[Any, Any]] = [
@@ -118,7 +119,9 @@ class State:
         for at, (held, _) in enumerate(self._held):
             of = f"module {at // 3}, {type(self._modules[at // 3]).__name__}"
             for name, value in held.items():
-                for place, leaf in enumerate(leaves_of(value)) if not isinstance(value, nn.Module) and name != "_buffers" else ():
+                for place, leaf in (
+                    enumerate(leaves_of(value)) if not isinstance(value, nn.Module) and name != "_buffers" else ()
+                ):
                     if isinstance(leaf, torch.Tensor):
                         leaf = leaf.detach().clone()
                     if isinstance(leaf, torch.Tensor) or type(leaf) in PLAIN:
