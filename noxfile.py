@@ -310,8 +310,8 @@ def scripts(session: nox.Session) -> None:
     pinned = ("-c", "constraints-packages.txt")
     needed = "albumentations configargparse editdistance einx fire gymnasium h5py hydra-colorlog hydra-core imageio"
     needed += " imgaug kaldiio lightly lmdb natsort nltk numpydoc optuna poutyne pycocotools pytorch-ignite requests"
-    needed += " rootutils scikit-image skorch tensorboard terminaltables torchinfo torchsummary tyro vision_transformers"
-    needed += " wandb"
+    needed += " rootutils scikit-image skorch tensorboard terminaltables torchinfo torchsummary tyro"
+    needed += " vision_transformers wandb"
     session.install(*pinned, ".[packages]", *needed.split())
     session.run("python", "benchmarks/scripts.py", *session.posargs)
 
