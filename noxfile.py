@@ -325,8 +325,11 @@ def unpatched(session: nox.Session) -> None:
 def scripts(session: nox.Session) -> None:
     """Run scripts of others as one process, for ``docs/autopatch.md``; needs ``-- FOLDER``, their checkouts."""
     pinned = ("-c", "constraints-packages.txt")
-    needed = ("fire", "h5py", "numpydoc", "pytorch-ignite", "requests", "skorch", "tensorboard")
-    session.install(*pinned, ".[packages]", *needed)
+    needed = "albumentations configargparse editdistance einx fire gymnasium h5py hydra-colorlog hydra-core imageio"
+    needed += " imgaug kaldiio lightly lmdb natsort nltk numpydoc optuna poutyne pycocotools pytorch-ignite requests"
+    needed += " rootutils scikit-image skorch tensorboard terminaltables torchinfo torchsummary tyro"
+    needed += " vision_transformers wandb"
+    session.install(*pinned, ".[packages]", *needed.split())
     session.run("python", "benchmarks/scripts.py", *session.posargs)
 
 
