@@ -18,7 +18,8 @@ def hand_over(command: Sequence[str]) -> None:
     server: Any = vars(forkserver)["_forkserver"]
     server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_WRONLY)
     server.ensure_running = resource_tracker.ensure_running
-    process = _Handed(target=_run, args=(command, os.getcwd(), {**os.environ, **environment}))
+    workers_start = multiprocessing.get_start_method()
+    process = _Handed(target=_run, args=(command, os.getcwd(), {**os.environ, **environment}, workers_start))
     process.start()
     process.join()
     code = process.exitcode or 0
@@ -34,11 +35,12 @@ class _Handed(multiprocessing.get_context("forkserver").Process):  # type: ignor
         return {**vars(self), "files": [reduction.DupFd(file) for file in (1, 2)]}
 
 
-def _run(command: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
+def _run(command: Sequence[str], folder: str, environment: Mapping[str, str], workers_start: str) -> None:
     this: Any = multiprocessing.current_process()
     for file, given in enumerate(this.files, 1):
         os.dup2(given.detach(), file)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    multiprocessing.set_start_method(workers_start, force=True)
     os.environ.clear()
     os.environ |= environment
     os.chdir(folder)
