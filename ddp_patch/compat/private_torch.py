@@ -56,7 +56,6 @@ __all__ = [
     "length_not_noted",
     "noted_worker_info",
     "rank_noted",
-    "replace_worker_dataset",
     "replace_worker_seed",
     "root_mesh",
     "tables_of",
@@ -501,19 +500,6 @@ def replace_worker_seed(seed: int) -> None:
     except (AttributeError, TypeError) as error:
         name = "a worker info whose seed can be replaced"
         raise _lacking(name, "Seeding workers by rank", "Or use num_workers=0.") from error
-
-
-def replace_worker_dataset(dataset: object) -> None:
-    """Make this ``get_worker_info().dataset``, which functions that begin workers read.
-
-    Raises:
-        TorchVersionError: This torch does not let it be replaced.
-    """
-    try:
-        object.__setattr__(get_worker_info(), "dataset", dataset)
-    except (AttributeError, TypeError) as error:
-        name = "a worker info whose dataset can be replaced"
-        raise _lacking(name, "Loading batches by parts", "Or use num_workers=0.") from error
 
 
 class _Items:

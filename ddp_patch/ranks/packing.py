@@ -14,18 +14,10 @@ import torch
 __all__ = ["bytes_of", "packed", "unpacked"]
 
 
-def packed(value: Any, *, by_value: bool = False) -> bytes:
-    """Pickle a value; tensors arrive detached, and those of other devices than the CPU travel through it.
-
-    Args:
-        value: The value.
-        by_value: Whether equal values are to be equal bytes, also where one holds an object twice and the other one two
-            equal ones. What holds itself raises then.
-    """
+def packed(value: Any) -> bytes:
+    """Pickle a value; tensors arrive detached, and those of other devices than the CPU travel through it."""
     file = io.BytesIO()
-    pickler = _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.fast = by_value
-    pickler.dump(value)
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
@@ -49,14 +41,10 @@ class _Pickler(pickle.Pickler):
         is_plain = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
         if not is_plain or value.is_meta:
             return NotImplemented
-        # Dimensions in the order in which their elements lie in memory, which convolutions compute by.
-        order = sorted(range(value.dim()), key=lambda at: -value.stride(at))
-        ordered = value.detach().permute(order)
-        data = bytes_of(ordered).numpy() if value.numel() else np.empty(0, np.uint8)
-        return _tensor, (data, value.dtype, tuple(ordered.shape), value.device.type, order)
+        data = bytes_of(value).numpy() if value.numel() else np.empty(0, np.uint8)
+        return _tensor, (data, value.dtype, tuple(value.shape), value.device.type)
 
 
-def _tensor(data: Any, dtype: torch.dtype, shape: Sequence[int], device: str, order: Sequence[int]) -> torch.Tensor:
+def _tensor(data: Any, dtype: torch.dtype, shape: Sequence[int], device: str) -> torch.Tensor:
     """Make a tensor of these bytes again."""
-    ordered = torch.from_numpy(data).view(dtype).reshape(shape).to(device)
-    return ordered.permute([order.index(at) for at in range(len(order))])
+    return torch.from_numpy(data).view(dtype).reshape(shape).to(device)

@@ -103,7 +103,9 @@ class Lockstep:
         goes_along = not flat.is_cuda and flat.numel() <= _ROOM
         size = flat.numel() if goes_along else -flat.numel()
         done = crc32(f"{self._exchanges} {self.calls} {self.steps}".encode())
-        own = torch.tensor([has_failed, crc32(f"{doing} {asked()}".encode()), done, hash(usual) >> 2, size], device="cpu")
+        own = torch.tensor(
+            [has_failed, crc32(f"{doing} {asked()}".encode()), done, hash(usual) >> 2, size], device="cpu"
+        )
         block = torch.empty(8 * _NUMBERS + _ROOM, dtype=torch.uint8, device="cpu")
         block[: 8 * _NUMBERS] = own.view(torch.uint8)
         if goes_along:

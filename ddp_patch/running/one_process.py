@@ -35,7 +35,6 @@ from ddp_patch.running.loader_reports import (
     unpatched,
     user_of,
 )
-from ddp_patch.running.loading import Loading
 from ddp_patch.running.lockstep import GivenUp, Lockstep, seed_all
 from ddp_patch.running.overlay import shadowed
 from ddp_patch.validation import counted
@@ -73,7 +72,6 @@ class OneProcess(Summary):
         self._told: set[str] = set()
         self._has_begun = False
         self._lockstep = Lockstep()
-        self._loading = Loading(self._lockstep, self._tell_of)
         self._calls = Calls(self._lockstep, self._begin, self._tell)
 
     @contextmanager
@@ -124,10 +122,10 @@ class OneProcess(Summary):
     def used(self, loader: DataLoader[Any], use: Use) -> None:
         """Take note of a loader that is used otherwise than iterated: it is whole."""
 
-    def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
-        """Note a pass over a loader, and return its iterator; None if the loader itself makes it."""
+    def _iterated(self, loader: DataLoader[Any]) -> None:
+        """Note a pass over a loader."""
         if self._is_off() or user_of(loader) is not None or is_too_soon(loader, None):
-            return None
+            return
         self._begin()
         if (record := self._known.get(loader)) is None:
             with unpatched():  # what looking at it iterates
@@ -136,16 +134,8 @@ class OneProcess(Summary):
                     record.note_fate("whole", loader, "whole on every rank,")
             self._known[loader] = record
             self.records.append(record)
-            if record.note or self._lockstep.ranks == 1:  # else more is known after its first batches
-                self._tell(record.line, logging.INFO)
+            self._tell(record.line, logging.INFO)
         record.passes += 1
-        return None if record.note else self._loading.begin(loader, f"the loader made at {record.place}")
-
-    def _tell_of(self, loader: DataLoader[Any], how: str) -> None:
-        """Tell how a loader is read."""
-        record = self._known[loader]
-        record.note_fate(how, loader, f"{how},")
-        self._tell(record.line, logging.INFO)
 
     @property
     def _ranks(self) -> int:

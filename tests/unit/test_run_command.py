@@ -230,11 +230,14 @@ def test_a_single_rank_is_the_command_itself_and_hashes_as_several_do(folder: Pa
 
 # Says that it is there, and stays: in the process that audits, or in a rank that starts.
 WAITING = """
+import os
 import pathlib, time
 
 def wait():
+    parent, end = os.getppid(), time.monotonic() + 300
     pathlib.Path("here").touch()
-    time.sleep(300)
+    while os.getppid() == parent and time.monotonic() < end:  # a server of ranks ends with what has started it
+        time.sleep(0.05)
 """
 TARGET = """
 import operator
@@ -247,11 +250,11 @@ def makes_nothing(rank, world_size):
 def starts_ranks():
     run_ranks(operator.add, 2)
 """
-# Python imports this when it starts: a rank waits before it imports anything else.
+# Python imports this when it starts: a server of ranks waits before it imports anything else.
 STARTING = """
 import sys
 
-if "--multiprocessing-fork" in sys.orig_argv:
+if any("forkserver" in word for word in sys.orig_argv):
     from waiting import wait
 
     wait()
