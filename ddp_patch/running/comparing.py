@@ -128,9 +128,6 @@ class _Tries:
             except GivenUp:
                 made.why = self.calls.error or "a part of it raises an error on another rank"
             except Exception as error:  # noqa: BLE001 - the call itself will raise it
-                import traceback
-
-                traceback.print_exc()
                 made.why = f"it raises {type(error).__name__}"
         if made.why:
             return made
