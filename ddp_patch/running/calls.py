@@ -49,6 +49,8 @@ _CLOSE = 1e-4  # how far what ranks compute alike may be apart, as a part of the
 _NOTHING = object()
 _LARGE = 2**18  # bytes of a part of what a module returns beside its loss
 _is_traced: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # torch does not list it
+# What draws them gets other numbers than in one process.
+_DRAWN = "the same but for dropout (random numbers drawn within divided calls)"
 _RAISES = ("a part of it raises", "it raises")  # so that no wrong number was computed
 
 
@@ -63,12 +65,14 @@ class Form:
         layouts: How the parts of each tensor that a call returns make up the whole.
         inner: How often something within a call sees the whole batch, as batch normalisation does.
         changes: Whether a call changes what modules hold.
+        draws: Whether a divided call has drawn random numbers.
         why_whole: Why its calls are whole; empty if they are not.
     """
 
     calls: int = 0
     inner: int = 0
     changes: bool = False
+    draws: bool = False
     right: int = 0
     rows: list[int | None] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
@@ -106,6 +110,7 @@ class Called:
         how = f"{self.divided} divided over {counted(ranks, 'rank')}" if self.divided else "whole on every rank"
         whole, parts = self.seconds
         gain = f", {whole / parts:.1f} times as fast" if parts < whole else ", no gain" if parts else ""
+        gain += f", {_DRAWN}" if any(form.draws for form in self.forms.values()) else ""
         reasons = [*self.reasons]
         others = f"; {counted(len(reasons) - 1, 'other reason')}" if reasons[1:] else ""
         why = reasons[0] + others if reasons else ("" if self.divided else "too few calls, or too few rows")
@@ -292,6 +297,9 @@ class Calls:
             return self._whole(called, given, form.why_whole)
         called.latest = (part, others) if torch.is_grad_enabled() else called.latest
         called.divided += 1
+        if numbers.has_drawn and not form.draws:
+            form.draws = True
+            self.tell(f"{called.place} {called.name}: calls are divided, {_DRAWN}.")
         return result
 
     def by_parts(

@@ -64,8 +64,11 @@ def test_calls_are_divided_where_that_is_the_same(world_size: int) -> None:
             for found, wanted in zip(of_rank[name]["found"], alone[name]["found"], strict=True):
                 np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12, err_msg=name)
             assert of_rank[name]["later"] == alone[name]["later"], name
+    for name in PROGRAMS:
+        assert "the same but for dropout" not in ranks[0][name]["told"], name
     for name in RANDOM:
         assert "divided over" in ranks[0][name]["told"], name
+        assert "the same but for dropout (random numbers drawn within divided calls)" in ranks[0][name]["told"], name
         assert all(of_rank[name]["found"] == ranks[0][name]["found"] for of_rank in ranks), name
         assert all(of_rank[name]["later"] == ranks[0][name]["later"] for of_rank in ranks), name
 
@@ -96,9 +99,6 @@ def test_rows_of_other_ranks_get_other_random_numbers_and_all_go_on_alike() -> N
     assert len({*first[0]}) == 7
 
 
-# ---- what is told ----
-
-
 class Told(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -106,6 +106,25 @@ class Told(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+
+
+def drawing_twice(rank: int, world_size: int) -> list[str]:
+    rows, told = torch.ones(5, 3, 4), Told()
+    logging.getLogger("ddp_patch.autopatch").addHandler(told)
+    with autopatch(as_one_process=True):
+        for model in (nn.LSTM(4, 2, num_layers=2, dropout=0.5), nn.LSTM(4, 2), nn.Dropout(0.5)):
+            for _ in range(8):
+                model(rows)
+    return [text for text in told.texts if "the same but for dropout" in text]
+
+
+def test_a_model_that_draws_says_so_once_and_one_that_draws_nothing_does_not() -> None:
+    (line,), others = run_ranks(drawing_twice, 2)
+    assert "LSTM: calls are divided, the same but for dropout (random numbers drawn within divided calls)." in line
+    assert others == []
+
+
+# ---- what is told ----
 
 
 def trained(model: Any, rows: Any, steps: int) -> None:
