@@ -290,7 +290,9 @@ def lives(process: int) -> bool:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("launcher", [(*OURS, "-n", "2", "--max-restarts", "1"), (*TORCHRUN, "--max-restarts=1", *OURS, "--mode", "one")])
+@pytest.mark.parametrize(
+    "launcher", [(*OURS, "-n", "2", "--max-restarts", "1"), (*TORCHRUN, "--max-restarts=1", *OURS, "--mode", "one")]
+)
 def test_ranks_that_torchrun_restarts_see_what_the_first_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Sequence[str]
 ) -> None:
