@@ -49,7 +49,10 @@ _CLOSE = 1e-4  # how far what ranks compute alike may be apart, as a part of the
 _NOTHING = object()
 _LARGE = 2**18  # bytes of a part of what a module returns beside its loss
 _is_traced: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # torch does not list it
-_RAISES = ("a part of it raises", "it raises")  # so that no wrong number was computed
+# What draws them gets other numbers than in one process.
+_DRAWN = "the same but for dropout (random numbers drawn within divided calls)"
+# So that what calls have returned is right.
+_HARMLESS = ("a part of it raises", "it raises", "it leaves")
 
 
 @dataclass(eq=False)
@@ -63,12 +66,14 @@ class Form:
         layouts: How the parts of each tensor that a call returns make up the whole.
         inner: How often something within a call sees the whole batch, as batch normalisation does.
         changes: Whether a call changes what modules hold.
+        draws: Whether a divided call has drawn random numbers.
         why_whole: Why its calls are whole; empty if they are not.
     """
 
     calls: int = 0
     inner: int = 0
     changes: bool = False
+    draws: bool = False
     right: int = 0
     rows: list[int | None] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
@@ -106,6 +111,7 @@ class Called:
         how = f"{self.divided} divided over {counted(ranks, 'rank')}" if self.divided else "whole on every rank"
         whole, parts = self.seconds
         gain = f", {whole / parts:.1f} times as fast" if parts < whole else ", no gain" if parts else ""
+        gain += f", {_DRAWN}" if any(form.draws for form in self.forms.values()) else ""
         reasons = [*self.reasons]
         others = f"; {counted(len(reasons) - 1, 'other reason')}" if reasons[1:] else ""
         why = reasons[0] + others if reasons else ("" if self.divided else "too few calls, or too few rows")
@@ -292,6 +298,9 @@ class Calls:
             return self._whole(called, given, form.why_whole)
         called.latest = (part, others) if torch.is_grad_enabled() else called.latest
         called.divided += 1
+        if numbers.has_drawn and not form.draws:
+            form.draws = True
+            self.tell(f"{called.place} {called.name}: calls are divided, {_DRAWN}.")
         return result
 
     def by_parts(
@@ -376,7 +385,7 @@ class Calls:
         self.lockstep.require_alike(doing, [(f"tensor {at}", each) for at, each in enumerate(names)], _CLOSE)
         self.error = ""
         why = compared(self, called, form, given)
-        if why and form.right and not why.startswith(_RAISES):
+        if why and form.right and not why.startswith(_HARMLESS):
             raise RankMismatchError(
                 f"Call {form.calls} of {called.name}, first called at {called.place}, is not by parts what it is "
                 f"whole: {why}. Call {form.right} was the last one that was compared, and it was the same: what was "

@@ -150,10 +150,10 @@ def _wants_ranks(given: argparse.Namespace) -> bool:
 def _begin(given: argparse.Namespace, recording: Path | None, stack: ExitStack) -> None:
     """Let ranks that train as one process start alike, and the others write elsewhere, until the stack closes."""
     rank = int(told("RANK", "0"))
+    hide()
     if is_started():
         end_with_launcher()
         folder, kept = shadows(), given.keep_shadows is not None or recording is not None
-        hide()
         if told("WORLD_SIZE") != "1" or recording is not None:
             world = ExitStack()
             world.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))

@@ -40,6 +40,7 @@ __all__ = [
     "group_made",
     "hashes_alike",
     "hide",
+    "is_hidden",
     "is_rank",
     "is_started",
     "made_equal",
@@ -79,10 +80,17 @@ def is_rank() -> bool:
 
 def hide() -> None:
     """Hide it from the script, from now on; that may read ``DDP_PATCH_RANK`` and ``DDP_PATCH_WORLD_SIZE``."""
+    if not all(map(os.environ.get, OF_RANK)):
+        return
     _hidden.update({name: text for name, text in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)})
     os.environ.update({own: _hidden[name] for own, name in _OWN.items()})
     for name in _hidden:
         del os.environ[name]
+
+
+def is_hidden() -> bool:
+    """Return whether the script does not see which rank it is."""
+    return is_rank() and _OWN.keys() <= os.environ.keys()
 
 
 _init_process_group = dist.init_process_group  # which scripts may not call

@@ -5,10 +5,10 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -40,6 +40,23 @@ class GivenUp(BaseException):
     """Another rank's attempt to do this call by parts has raised an error."""
 
 
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _exchange(method: "Callable[Concatenate[Lockstep, P], R]") -> "Callable[Concatenate[Lockstep, P], R]":
+    """Note while a method runs that tensors which are made are the exchange's, which its threads may still hold."""
+
+    @wraps(method)
+    def exchanged(self: "Lockstep", *args: P.args, **options: P.kwargs) -> R:
+        before, self.is_exchanging = self.is_exchanging, True
+        try:
+            return method(self, *args, **options)
+        finally:
+            self.is_exchanging = before
+
+    return exchanged
+
+
 class Lockstep:
     """Compares what the ranks do next, each time before they communicate. A rank is alone until it joins others.
 
@@ -48,6 +65,7 @@ class Lockstep:
         ranks: How many there are.
         calls: How many calls of modules the script has made.
         steps: How many steps its optimizers made.
+        is_exchanging: Whether this rank is within an exchange.
     """
 
     def __init__(self) -> None:
@@ -55,10 +73,10 @@ class Lockstep:
         self.ranks: int = 1
         self.calls: int = 0
         self.steps: int = 0
+        self.is_exchanging: bool = False
         self._exchanges = 0
         self._timeout = 0.0
         self._group: Any = None
-        self._has_nccl = False
 
     def join(self, timeout: float) -> None:
         """Join the ranks of the process group.
@@ -68,7 +86,6 @@ class Lockstep:
         """
         self.rank, self.ranks, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._has_nccl = dist.is_nccl_available() and "nccl" in str(dist.get_backend(dist.group.WORLD))
 
     @property
     def done(self) -> str:
@@ -77,6 +94,7 @@ class Lockstep:
 
     # ---- what every exchange begins with ----
 
+    @_exchange
     def meet(self, doing: str, usual: object = 0, *, has_failed: bool = False) -> bool:
         """Wait until every rank does the same.
 
@@ -133,18 +151,20 @@ class Lockstep:
         flat = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(bytes(row.tolist())) for row in self.gather("compares what the ranks have", flat) or ()]
 
+    @_exchange
     def gather(self, doing: str, flat: torch.Tensor, usual: object = 0) -> list[torch.Tensor] | None:
         """Return each rank's flat tensor of bytes, as long as that is; None if ``usual`` is not the same on all."""
         gone, is_alike, sizes = self._begin(doing, usual, flat)
         if gone or not is_alike:
             return gone if is_alike else None
-        own = flat if self._has_nccl or not flat.is_cuda else flat.cpu()
+        own = flat if not flat.is_cuda or _has_nccl() else flat.cpu()
         padded = own.new_empty(max(sizes))
         padded[: len(own)] = own
         rows = [torch.empty_like(padded) for _ in range(self.ranks)]
         self._together(lambda: dist.all_gather(rows, padded, None if padded.is_cuda else self._group))
         return [row[:size].to(flat.device) for row, size in zip(rows, sizes, strict=True)]
 
+    @_exchange
     def sum(self, doing: str, tensors: Sequence[torch.Tensor], usual: object = 0) -> list[torch.Tensor] | None:
         """Return the sums over all ranks of tensors that have the same shapes, dtypes and order on every rank.
 
@@ -164,6 +184,7 @@ class Lockstep:
             return list(self._reduced(tensors, lambda flat: dist.all_reduce(flat)))
         return _parts(torch.stack([each.view(flat.dtype) for each in gone]).sum(0), tensors)
 
+    @_exchange
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors of any dtypes as rank 0 has them. They have the same shapes and order on every rank."""
         return list(self._reduced(tensors, lambda flat: dist.broadcast(flat.view(torch.uint8), 0)))
@@ -252,6 +273,10 @@ def apart(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
     a, b = (torch.where(finite, each, 0) for each in (a, b))
     far = float((a - b).norm())
     return far / max(float(a.norm()), least, 1e-300) if far else 0.0
+
+
+def _has_nccl() -> bool:
+    return dist.is_nccl_available() and "nccl" in str(dist.get_backend(dist.group.WORLD))
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:

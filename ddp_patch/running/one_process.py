@@ -24,7 +24,7 @@ from ddp_patch.loaders.hooks import Use, called_before
 from ddp_patch.options import Options
 from ddp_patch.running.alike import alike
 from ddp_patch.running.calls import Calls
-from ddp_patch.running.launch import backend_here, group_made, is_started, told
+from ddp_patch.running.launch import backend_here, group_made, is_hidden, is_started, told
 from ddp_patch.running.loader_reports import (
     NOT_DIVIDED,
     Patterns,
@@ -102,7 +102,7 @@ class OneProcess(Summary):
 
     def _refuse_unless_alone(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Refuse a function that is for ranks of the script's own, if there are ranks already, or it sees none."""
-        sees_none = is_started() and name == "init_process_group"
+        sees_none = is_hidden() and name == "init_process_group"
         if (self._ranks > 1 or sees_none) and os.getpid() == self._process:
             self._refuse(f"calls {name}()")
         return function(*args, **options)
@@ -220,7 +220,7 @@ class OneProcess(Summary):
 
     def _explain(self, error: BaseException) -> None:
         """Say in an error of the script what it may not see: its rank."""
-        if isinstance(error, KeyError) and is_started() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+        if isinstance(error, KeyError) and is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
             error.add_note(
                 f"ddp_patch: as one process, the script sees no {error.args[0]}. If it needs that, pass --mode ranks."
             )

@@ -115,7 +115,13 @@ def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
     assert next((shadows / "3").glob("rank-1/**/best.pt")).is_file()
 
 
-def test_a_script_without_loader_and_optimizer_speaks_and_writes_once_and_does_not_see_its_rank(tmp_path: Path) -> None:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.parametrize("launcher", [(*OURS, "-n", "2"), (*TORCHRUN, *OURS, "--mode", "one")], ids=["-n", "torchrun"])
+def test_a_script_without_loader_and_optimizer_speaks_and_writes_once_and_does_not_see_its_rank(
+    tmp_path: Path, launcher: Sequence[str]
+) -> None:
     body = """
         import os
         open("out.txt", "a").write("x")
@@ -125,13 +131,14 @@ def test_a_script_without_loader_and_optimizer_speaks_and_writes_once_and_does_n
         try:
             dist.init_process_group("gloo")
         except Exception as error:
-            print(type(error).__name__, "--mode ranks" in str(error), "RANK" in os.environ)
+            seen = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"} & os.environ.keys()
+            print(type(error).__name__, "--mode ranks" in str(error), seen, os.environ["DDP_PATCH_WORLD_SIZE"])
         os.environ["RANK"]
     """
-    done = launch(tmp_path, body, before="import torch")
-    assert (done.returncode, done.stdout) == (1, "False\nWorldError True False\n")
+    done = launch(tmp_path, body, before="import torch", launcher=launcher)
+    assert (done.returncode, done.stdout) == (1, "False\nWorldError True set() 2\n")
     assert (tmp_path / "out.txt").read_text() == "x"
-    assert "No call was divided: every rank computed all" in done.stderr
+    assert "every rank computed all, and no time was saved" in done.stderr
     assert "KeyError: 'RANK'" in done.stderr
     assert "the script sees no RANK" in done.stderr
     assert "pass --mode ranks" in done.stderr
@@ -282,11 +289,10 @@ def lives(process: int) -> bool:
     return True
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("launcher", [(*OURS, "-n", "2", "--max-restarts", "1"), (*TORCHRUN, *OURS, "--mode", "one")])
+@pytest.mark.parametrize(
+    "launcher", [(*OURS, "-n", "2", "--max-restarts", "1"), (*TORCHRUN, "--max-restarts=1", *OURS, "--mode", "one")]
+)
 def test_ranks_that_torchrun_restarts_see_what_the_first_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Sequence[str]
 ) -> None:

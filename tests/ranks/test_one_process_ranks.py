@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -64,8 +65,11 @@ def test_calls_are_divided_where_that_is_the_same(world_size: int) -> None:
             for found, wanted in zip(of_rank[name]["found"], alone[name]["found"], strict=True):
                 np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12, err_msg=name)
             assert of_rank[name]["later"] == alone[name]["later"], name
+    for name in PROGRAMS:
+        assert "the same but for dropout" not in ranks[0][name]["told"], name
     for name in RANDOM:
         assert "divided over" in ranks[0][name]["told"], name
+        assert "the same but for dropout (random numbers drawn within divided calls)" in ranks[0][name]["told"], name
         assert all(of_rank[name]["found"] == ranks[0][name]["found"] for of_rank in ranks), name
         assert all(of_rank[name]["later"] == ranks[0][name]["later"] for of_rank in ranks), name
 
@@ -96,9 +100,6 @@ def test_rows_of_other_ranks_get_other_random_numbers_and_all_go_on_alike() -> N
     assert len({*first[0]}) == 7
 
 
-# ---- what is told ----
-
-
 class Told(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -106,6 +107,78 @@ class Told(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+
+
+def drawing_twice(rank: int, world_size: int) -> list[str]:
+    rows, told = torch.ones(5, 3, 4), Told()
+    logging.getLogger("ddp_patch.autopatch").addHandler(told)
+    with autopatch(as_one_process=True):
+        for model in (nn.LSTM(4, 2, num_layers=2, dropout=0.5), nn.LSTM(4, 2), nn.Dropout(0.5)):
+            for _ in range(8):
+                model(rows)
+    return [text for text in told.texts if "the same but for dropout" in text]
+
+
+def test_a_model_that_draws_says_so_once_and_one_that_draws_nothing_does_not() -> None:
+    (line,), others = run_ranks(drawing_twice, 2)
+    assert "LSTM: calls are divided, the same but for dropout (random numbers drawn within divided calls)." in line
+    assert others == []
+
+
+# ---- what calls leave ----
+
+
+def held_by_others(rank: int, world_size: int) -> str:
+    """Let a group hold the tensors that it is given, as threads of gloo may for a moment."""
+    held: list[Any] = []
+    gather = dist.all_gather
+
+    def holding(*args: Any, **options: Any) -> Any:
+        held.append(args)
+        return gather(*args, **options)
+
+    with patch.object(dist, "all_gather", holding), autopatch(as_one_process=True) as summary:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        for _ in range(8):
+            model(torch.randn(9, 2)).sum().backward()
+    return " ".join(str(summary).split())
+
+
+def test_tensors_that_a_group_still_holds_are_not_what_a_call_leaves() -> None:
+    # Also, the bias before batch normalisation has a gradient of rounding alone.
+    for summary in run_ranks(held_by_others, 3):
+        assert "Sequential: 8 calls, 7 divided over 3 ranks" in summary
+
+
+def keeping_later(rank: int, world_size: int) -> tuple[str, list[float]]:
+    kept: list[Any] = []
+
+    class Keeps(nn.Linear):
+        def forward(self, rows: Any) -> Any:
+            out = super().forward(rows)
+            if begins:
+                kept.append(out)
+            return out * 2
+
+    begins: list[bool] = []
+    with autopatch(as_one_process=True) as summary:
+        model = Keeps(2, 1)
+        for _ in range(4):
+            model(torch.ones(8, 2))
+        begins.append(True)
+        for _ in range(8):
+            model(torch.ones(8, 2))
+    return str(summary), [len(each) for each in kept[-5:]]
+
+
+def test_a_model_that_later_keeps_tensors_is_whole_from_then_on() -> None:
+    for summary, sizes in run_ranks(keeping_later, 2):
+        assert "Keeps: 12 calls, 6 divided over 2 ranks" in summary
+        assert "it leaves a tensor that requires a gradient elsewhere" in " ".join(summary.split())
+        assert sizes == [8] * 5
+
+
+# ---- what is told ----
 
 
 def trained(model: Any, rows: Any, steps: int) -> None:
