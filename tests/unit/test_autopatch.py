@@ -350,7 +350,7 @@ def test_every_public_function_accepts_an_autopatched_loader() -> None:
         loader.set_epoch(7)  # type: ignore[attr-defined]  # which a patched loader has
         loader.sampler.set_epoch(8)  # type: ignore[attr-defined]  # as above
         assert items(loader) == MINE
-        assert ddp_patch.loader_state(loader)["epoch"] == 9
+        assert ddp_patch.loader_state(loader)["epoch"] == 8
         ddp_patch.assert_loaders_patched({"train": [loader]})
         assert ddp_patch.patch_dataloader_to_ddp(loader, rank=1, num_replicas=2) is loader
         assert ddp_patch.patch_dataloader_to_ddp([loader], rank=1, num_replicas=2)[0] is loader
