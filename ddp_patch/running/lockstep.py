@@ -40,7 +40,8 @@ class GivenUp(BaseException):
     """Another rank's attempt to do this call by parts has raised an error."""
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _exchange(method: "Callable[Concatenate[Lockstep, P], R]") -> "Callable[Concatenate[Lockstep, P], R]":
