@@ -48,7 +48,7 @@ def _exchange(method: "Callable[Concatenate[Lockstep, P], R]") -> "Callable[Conc
     """Note while a method runs that tensors which are made are the exchange's, which its threads may still hold."""
 
     @wraps(method)
-    def exchanged(self: "Lockstep", *args: P.args, **options: P.kwargs) -> R:
+    def exchanged(self: "Lockstep", /, *args: P.args, **options: P.kwargs) -> R:
         before, self.is_exchanging = self.is_exchanging, True
         try:
             return method(self, *args, **options)
