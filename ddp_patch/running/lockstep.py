@@ -40,14 +40,15 @@ class GivenUp(BaseException):
     """Another rank's attempt to do this call by parts has raised an error."""
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _exchange(method: "Callable[Concatenate[Lockstep, P], R]") -> "Callable[Concatenate[Lockstep, P], R]":
     """Note while a method runs that tensors which are made are the exchange's, which its threads may still hold."""
 
     @wraps(method)
-    def exchanged(self: "Lockstep", *args: P.args, **options: P.kwargs) -> R:
+    def exchanged(self: "Lockstep", /, *args: P.args, **options: P.kwargs) -> R:
         before, self.is_exchanging = self.is_exchanging, True
         try:
             return method(self, *args, **options)
