@@ -435,7 +435,7 @@ def position_in(passes: "Passes[Any]", state: Any) -> Position:
     """
     if not isinstance(state, Mapping):
         raise _damaged(f"it is {shown(state)}, a {type(state).__name__} and not a dict")
-    if state.get(_CANNOT_RESUME):
+    if not _is_same(state.get(_CANNOT_RESUME, ""), ""):
         raise StateError(
             "The state has no position, because it was not known when the state was taken: "
             f"{_told(state[_CANNOT_RESUME])} Resume from a state that was taken between two epochs, or restore none."
