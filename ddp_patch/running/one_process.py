@@ -139,7 +139,8 @@ class OneProcess(Summary):
             if record.note or self._lockstep.ranks == 1:  # else more is known after its first batches
                 self._tell(record.line, logging.INFO)
         record.passes += 1
-        return None if record.note else self._loading.begin(loader, f"the loader made at {record.place}")
+        line = os.path.basename(record.place)  # the same where the script lies in another folder on each rank
+        return None if record.note else self._loading.begin(loader, f"the loader made at {line}")
 
     def _tell_of(self, loader: DataLoader[Any], how: str) -> None:
         """Tell how a loader is read."""
