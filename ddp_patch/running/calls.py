@@ -160,7 +160,8 @@ class Calls:
     """
 
     def __init__(self, lockstep: Lockstep, begin: Callable[[], None], tell: Callable[[str], object]) -> None:
-        self.lockstep, self.tell = lockstep, tell
+        self.lockstep: Lockstep = lockstep
+        self.tell: Callable[[str], object] = tell
         self.records: list[Called] = []
         self.gradients_are_own: bool = False  # a call with gradients was whole since the last step
         self.error: str = ""  # what this rank's latest part has raised
