@@ -5,11 +5,13 @@ Its class for a server is not documented, nor is the one for what is forked from
 
 import io
 import os
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
+from multiprocessing import connection, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.context import ForkServerProcess, set_spawning_popen
 from typing import Any
 from unittest.mock import patch
@@ -46,8 +48,25 @@ class Server(forkserver.ForkServer):
     def ensure_running(self) -> None:
         """Start the server unless it runs."""
         resource_tracker.ensure_running()  # whose environment stays this process's
-        with _starting, patch.dict(os.environ, self.environment), _interrupts_held_back():
+        with (
+            _starting,
+            patch.dict(os.environ, self.environment),
+            patch.object(connection, "arbitrary_address", _address),
+            _interrupts_held_back(),
+        ):
             super().ensure_running()
+
+
+_LONGEST = 80  # a socket's path has at most some 100 characters, and the folder for temporary files may have more
+
+
+def _address(family: str) -> str:
+    """Return where a server listens."""
+    folder = own_folder()
+    if len(folder) > _LONGEST and os.path.isdir("/tmp"):  # noqa: S108 - a folder of this user's alone is made there
+        folder = tempfile.mkdtemp(prefix="ddp_patch-", dir="/tmp")
+        util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
+    return tempfile.mktemp(prefix="listener-", dir=folder)  # noqa: S306 - nobody else may write there
 
 
 @contextmanager
@@ -69,6 +88,11 @@ class Forked(ForkServerProcess):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_server"}
+
+    def _bootstrap(self, parent_sentinel: Any = None) -> int:
+        if parent_sentinel is not None and connection.wait([parent_sentinel], 0):
+            return 1  # what has started this process has ended meanwhile
+        return super()._bootstrap(parent_sentinel)  # type: ignore[misc,no-any-return]  # no stub has it
 
     def _Popen(self, process_obj: "Forked") -> Any:  # type: ignore[override]  # noqa: N802 - the method that start() calls
         return _Popen(process_obj, self._server)
