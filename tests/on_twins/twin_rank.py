@@ -35,6 +35,9 @@ class _Handed(multiprocessing.get_context("forkserver").Process):  # type: ignor
         return {**vars(self), "files": [reduction.DupFd(file) for file in (1, 2)]}
 
 
+_left: dict[str, Any] = {}
+
+
 def _run(command: Sequence[str], folder: str, environment: Mapping[str, str], workers_start: str) -> None:
     this: Any = multiprocessing.current_process()
     for file, given in enumerate(this.files, 1):
@@ -50,7 +53,8 @@ def _run(command: Sequence[str], folder: str, environment: Mapping[str, str], wo
     sys.argv[:] = command
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
     sys.stdout, sys.stderr = (os.fdopen(file, "w", buffering=1, encoding="utf-8", closefd=False) for file in (1, 2))
-    runpy.run_path(command[0], run_name="__main__")
+    # What the script leaves is not taken apart: torch's groups may wait for each other's threads then.
+    _left.update(runpy.run_path(command[0], run_name="__main__"))
 
 
 def _end_with_parent() -> None:
