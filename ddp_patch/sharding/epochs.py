@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
-from ddp_patch.positions_and_padding import Batching, Consumed, Plan
+from ddp_patch.positions_and_padding import Batching, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.sharding.saved_state import Position, States, split_consumed
+from ddp_patch.sharding.saved_state import Position, States
 from ddp_patch.validation import as_index
 
 if TYPE_CHECKING:
@@ -141,11 +141,9 @@ class Passes(Generic[T]):
         """
         self.require_no_failure()
         given = loader.generator
-        # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
-        is_alone = given is None and self.agreed.options.order != "leader"
         is_shared = self.sampler_states.holds(given)
         with (
-            one_at_a_time() if is_alone else nullcontext(),
+            one_at_a_time(self._loader_name) if given is None else nullcontext(),
             patch.object(loader, "generator", torch.Generator()) if is_shared else nullcontext(),
         ):
             yield
@@ -264,24 +262,21 @@ class Passes(Generic[T]):
     def items_left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
         length = self.length_if_any(position.epoch)
-        consumed = split_consumed(position.consumed, self.plan.num_replicas)
-        return None if length is None else self.plan.remaining(length, *consumed)
+        return None if length is None else len(self.plan.share(length, position.taken_of_all))
 
-    def counted_by_len(self) -> tuple[int, Consumed, int]:
-        """Return what ``len()`` counts: an epoch, what other numbers of ranks took of it, what each rank took since.
+    def counted_by_len(self) -> tuple[int, int]:
+        """Return what ``len()`` counts: an epoch, and how many items of it were taken before.
 
         If a position was loaded, this is about the next pass, which resumes there; otherwise about the running one.
         """
-        current, skip = self.latest, 0
-        before: Consumed = ()
+        current, taken = self.latest, 0
         if self.position is not None:
-            epoch = self.position.epoch
-            before, skip = split_consumed(self.position.consumed, self.plan.num_replicas)
+            epoch, taken = self.position.epoch, self.position.taken_of_all
         elif current is None or current.is_over:
             epoch = self.epochs.current
         else:
-            epoch, before, skip = current.epoch, current.consumed_before, current.skip
-        return (epoch, before, skip) if self.counts_rest else (epoch, (), 0)
+            epoch, taken = current.epoch, current.taken_before
+        return epoch, taken if self.counts_rest else 0
 
     # ---- positions ----
 
@@ -293,12 +288,12 @@ class Passes(Generic[T]):
             return Position(self.epochs.upcoming, states=self.snapshot())
         if self.latest.is_ended:
             return self.latest.position_at_end(self.snapshot())
-        return self.latest.position(self.latest.items_taken)
+        return self.latest.position(self.latest.items_taken, self.batching)
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         # First, because a sampler may refuse its state.
-        self.sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
+        self.sampler_states.restore(position.epoch + position.is_ended, position.states)
         if position.seed is not None:
             self.agreed.seed.value = position.seed
         self.latest = None

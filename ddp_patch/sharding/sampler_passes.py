@@ -4,43 +4,31 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils.data import DataLoader
 
-from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthWarning
+from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthWarning, StreamOrderWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import epochs_in, tell_epoch
 from ddp_patch.orders.chunks import copy_item, start_iterating
-from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.orders import EpochOrder, has_computed_order, has_order, is_always_alike, order_of
-from ddp_patch.orders.random_states import (
-    PrivateRNG,
-    RandomGenerator,
-    distributed_permutation,
-    epoch_seed,
-    look,
-    random_generators,
-)
+from ddp_patch.orders.random_states import RandomGenerator, distributed_permutation, epoch_seed, look, random_generators
 from ddp_patch.positions_and_padding import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed, in_pieces
+from ddp_patch.sharding.item_sources import Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.sharding.saved_state import Position, States, split_consumed
+from ddp_patch.sharding.sampler_states import EpochDraw, SamplerStates
+from ddp_patch.sharding.saved_state import Position, States
 from ddp_patch.validation import counted
 
 __all__ = ["SamplerPasses"]
 
 
 T = TypeVar("T")
-
-# How many items a leader's messages hold at most. An ordinary epoch is one message. A stream of unknown length starts
-# with the smaller number, because it may be slow or endless.
-_LARGEST_PIECE, _FIRST_PIECE = 2**20, 2**12
 
 
 class SamplerPasses(Passes[T]):
@@ -73,7 +61,7 @@ class SamplerPasses(Passes[T]):
             **stream.described,
             **({} if balancer is None else balancer.described),
         }
-        states = SamplerStates(stream.samplers)
+        states = SamplerStates(stream.samplers, agreed.seed, stream.name)
         super().__init__(stream.name, wrapper, agreed, batching, states, facts)
         self.sampler: Iterable[T] = stream.source
         self.shuffles: bool = shuffles
@@ -88,7 +76,8 @@ class SamplerPasses(Passes[T]):
         self.monitor.held = stream.held_data
         # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
         self._epochs_told = epochs_in(self.sampler)
-        self._warned_of_length = False
+        self._warned_of_length = self._has_told_of_adapting = False
+        self._following = 0  # the epoch after the latest pass
 
     # ---- what is drawn ----
 
@@ -121,7 +110,7 @@ class SamplerPasses(Passes[T]):
         if not self._order_is_drawn:
             return self._facts
         # Rows may have been added since the patch. A pass that has begun has those that were there then.
-        length = None if latest is None or latest.is_ended else latest.items_of_epoch
+        length = None if latest is None or latest.is_ended else latest.source.length
         return {**self._facts, "sampler length": self.stream_length(self.epochs.upcoming) if length is None else length}
 
     def snapshot(self) -> States:
@@ -144,6 +133,10 @@ class SamplerPasses(Passes[T]):
 
     def _tell_epoch(self, epoch: int) -> None:
         tell_epoch(self.sampler, epoch)
+        self._note_epochs()
+
+    def _note_epochs(self) -> None:
+        """Note the epochs of the samplers, as they were told or have counted them: others are the user's choice."""
         self._epochs_told = epochs_in(self.sampler)
 
     def runs(self) -> Iterator[Iterator[T]]:
@@ -157,27 +150,39 @@ class SamplerPasses(Passes[T]):
         if not current.is_ended:
             yield from current.runs()
 
+    @contextmanager
+    def iterator_context(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """While entered, the loader makes an iterator. What workers copy of the samplers' generators is the epoch's."""
+        states = self.sampler_states
+        if not loader.num_workers or not states.has_generators:
+            with super().iterator_context(loader):
+                yield
+            return
+        with (
+            super().iterator_context(loader),
+            states.draw(self.epochs.upcoming, has_global=False, first_from=self._shared_generator),
+        ):
+            yield
+
     def _begin_pass(self) -> Pass[T]:
         """Make a pass over the upcoming epoch the latest one, and return it. It has ended if nothing is left of it."""
-        number, start = self.epochs.upcoming, self.position
+        number, start, states = self.epochs.upcoming, self.position, self.sampler_states
         if start is None or not start.is_within_pass:
-            self.sampler_states.begin(number if self._was_chosen else None)
-            has_drawn = self.has_one_iterator or (self._keeps_workers and number > 0)
-            if self._shared_generator is not None and not has_drawn:  # for the loader's iterator
-                with self.sampler_states.drawing():
-                    torch.empty((), dtype=torch.int64).random_(generator=self._shared_generator)
-        with self.sampler_states.generators_in_place():  # a sampler's set_epoch may seed its generator
+            states.begin(
+                number,
+                is_chosen=self._was_chosen,
+                is_next=number == self._following,
+                begin_iterating=partial(start_iterating, self.sampler),
+            )
+        draw = states.draw(number, first_from=self._shared_generator, on_exit=self._note_epochs)
+        with draw:  # a sampler's set_epoch may seed its generator
             self._tell_epoch(number)
         if start is not None and start.is_within_pass:
-            # Others may have drawn from the generators since it was loaded.
-            self.sampler_states.restore_states(start.states)
+            states.load(start.states)  # others may have iterated a sampler that has a state since
         else:
-            start = Position(number, states=self.snapshot())
-        # Under a leader one rank draws for all, and nothing is compared but how each balances that.
-        may_differ = self.agreed.options.order != "leader" or self._balancer is not None
-        digest = Digest() if self.monitor.is_on and may_differ else None
+            start = Position(number, (0,), states=self.snapshot())
         with self.beginning(start):
-            source = self._chosen_source(start, digest)
+            source = self._chosen_source(start, draw)
         current = Pass(
             start,
             self,
@@ -186,7 +191,7 @@ class SamplerPasses(Passes[T]):
             divide=None if self.batch_plan is None else partial(part_of_batch, plan=self.batch_plan, name=self.name),
         )
         self._note_begun(current)
-        self._was_chosen = False
+        self._was_chosen, self._following = False, number + 1
         return current
 
     def _finish_latest(self) -> None:
@@ -197,88 +202,103 @@ class SamplerPasses(Passes[T]):
         current = self.latest
         if current is None or current.is_ended or (length := current.likely_length) is None:
             return
-        count, share = self.batching.count, self.plan.smallest_share(length)
-        if not current.items_taken or current.batches(self.batching) < count(max(0, share - current.skip)):
+        share = self.plan.smallest_share(max(0, length - current.taken_before))
+        if not current.items_taken or current.batches(self.batching) < self.batching.count(share):
             return
         if current.draw_rest(self.batching.size):
             self.sampler_states.end(current.epoch)
 
     # ---- how a pass gets its items ----
 
-    def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:
-        """Choose how a pass gets its items."""
+    def _chosen_source(self, start: Position, draw: EpochDraw) -> ItemSource[T]:
+        """Choose how a pass gets its items.
+
+        Args:
+            start: Where it begins.
+            draw: What to enter while the samplers draw.
+        """
         if start.is_ended:
             return Nothing()
         epoch, seed, keeps_sizes = start.epoch, self.agreed.seed.value, self.keeps_sizes and self.batch_plan is None
-        before = [pair for pair in split_consumed(start.consumed, self.plan.num_replicas)[0] if pair[1]]
-        taken = sum(ranks * each for ranks, each in before)
-        # It draws what the global one would draw from these states, and nobody else can draw from it.
+        # It draws what the global one would draw from the epoch's states, and nobody else can draw from it.
         private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
         order = partial(order_of, self.sampler, epoch, private_generator)
-        random_context = partial(self._drawing, epoch, None if self._order_is_drawn else PrivateRNG(seed, epoch))
-        if self._is_looked_up() and (self._balancer is None or not taken):
-            balanced = None
-            if self._balancer is not None:
-                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch, digest=digest)
-            return Indexed(
-                order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
-            )
-        begin, plan = self._begun_by(order, start), self.plan
-        rest: Callable[[Iterator[T]], Iterator[T]] = partial(_left, taken)  # by other numbers of ranks
+        ranks = start.ranks or self.plan.num_replicas  # that began the epoch
+        if self._is_looked_up():
+            balanced = None if self._balancer is None else partial(balanced_order, self._balancer, ranks, epoch)
+            return Indexed(order, draw, self.plan, start, balanced=balanced, keeps_sizes=keeps_sizes, name=self.name)
+        with draw:
+            stream = self._begun_by(order, epoch, ranks)
         if self._balancer is not None:
-            rest = partial(balanced_stream, self._balancer, epoch, before, plan.num_replicas)
-        how: dict[str, Any] = {
-            "plan": plan,
-            "name": self.name,
-            "draws_ahead": not self._is_one_shot,
-            "keeps_sizes": keeps_sizes,
-        }
-        if self.agreed.options.order != "leader":
-            known = start.states.streams[0].first if start.states.streams else None
-            return Streamed(begin, random_context, rest, digest=digest, known=known, **how)
-        # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
-        is_known = self.agreed.is_leader and self.length_if_any(epoch) is not None
-        first = _LARGEST_PIECE if is_known else _FIRST_PIECE
-        sizes = (plan.num_replicas,) * 2 if self._is_one_shot else (first, _LARGEST_PIECE)
-        pieces = in_pieces(begin, random_context, (start.states, self.snapshot), *sizes)
-        sent = self.agreed.sent_by_leader(partial(self._pass_facts, epoch), pieces)
-        return FromLeader(sent, start.states, rest, digest=digest, **how)
+            stream = balanced_stream(self._balancer, epoch, ranks, stream)
+        is_torchs = self._order_is_drawn or has_computed_order(self.sampler)
+        return Streamed(
+            stream,
+            draw,
+            plan=self.plan,
+            start=start,
+            step=1 if self._is_one_shot else self.batching.size,
+            draws_ahead=not self._is_one_shot,
+            adapts=None if is_torchs or self._balancer is not None else partial(self._adapts, draw),
+            keeps_sizes=keeps_sizes,
+            name=self.name,
+        )
 
-    def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
-        """Return what begins to yield an epoch's items."""
+    def _adapts(self, draw: EpochDraw, ahead: int) -> bool:
+        """Return whether somebody has changed the samplers within the pass; say once what that means.
+
+        Args:
+            draw: What the samplers draw in.
+            ahead: How many steps were drawn at once before.
+
+        Warns:
+            StreamOrderWarning: Some were drawn before the change; or later epochs are not those of one process.
+        """
+        is_first = not draw.has_adapted
+        if not draw.adapts():
+            return False
+        why = ""
+        if ahead > 1 and not self.batches_ahead:
+            why = f"up to {ahead - 1} steps had been drawn before it changed. "
+        elif self.sampler_states.has_generators:
+            why = (
+                "it also draws from a generator of its own, which begins every epoch with a state of that epoch: so "
+                "the later epochs are those of the loader patched for one rank, and not those of the unpatched one. "
+            )
+        if why and is_first and not self._has_told_of_adapting and self.plan.rank == 0:
+            self._has_told_of_adapting = True
+            warnings.warn(
+                f"{self.name} was changed within a pass, as samplers are that learn: from now on each step is drawn "
+                f'when it is asked for, by what it has learned until then; but {why}See "Samplers that learn" in '
+                "docs/samplers.md.",
+                StreamOrderWarning,
+                stacklevel=2,
+            )
+        return True
+
+    def _begun_by(self, order: Callable[[], EpochOrder], epoch: int, ranks: int) -> Iterator[T]:
+        """Begin to yield an epoch's items, in the order that the ranks share if it is not balanced."""
         begin: Callable[[], Iterator[T]] = partial(start_iterating, self.sampler)
         # Where nobody else draws from the same, the sampler is not begun: it may count epochs by that.
         if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
             begin = partial(_in_order, order)
         if self.shuffles:
-            begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, start.epoch))
+            begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, epoch))
         if self._gives_runs:
-            # Those that began the epoch.
-            ranks = next((ranks for ranks, each in start.consumed if each), self.plan.num_replicas)
             begin = partial(_arranged, begin, partial(_in_runs, ranks))
-        return begin
-
-    @contextmanager
-    def _drawing(self, epoch: int, states: AbstractContextManager[None] | None) -> Iterator[None]:
-        """While entered, let the samplers draw an epoch from these states; None where its order is drawn here."""
-        with states or self._counting(epoch), self.sampler_states.drawing():
-            yield
-
-    def _pass_facts(self, epoch: int) -> dict[str, object]:
-        """Return which pass is being made, to be compared between the ranks."""
-        return {"patched as": f"number {self.agreed.number}", "epoch": epoch, "pass": self.epochs.passes}
+        return begin()
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
         is_arranged = self.shuffles or self._gives_runs
-        return has_order(self.sampler) and not is_arranged and self.agreed.options.order != "leader"
+        return has_order(self.sampler) and not is_arranged
 
     def note_length(self, current: Pass[T], length: int) -> None:
         """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
 
         Args:
             current: A pass whose end was found.
-            length: How many items all ranks share in it.
+            length: How many items the epoch has.
 
         Raises:
             ExhaustedSamplerError: There is nothing, because the sampler is an iterator.
@@ -290,18 +310,17 @@ class SamplerPasses(Passes[T]):
                 "Give the loader something that can be iterated again (a list, or a sampler whose __iter__ starts "
                 "again)."
             )
-        if current.skip > self.plan.largest_share(length):
+        if current.taken_before >= length + max(1, current.start.ranks, self.plan.num_replicas):  # else padding
             raise StateError(
-                f"The pass cannot resume from the state: {current.skip} items of each rank's share were done in it, "
-                f"and the sampler ended after {counted(length, 'item')} of all ranks. Restore the state of a loader "
-                "with this sampler."
+                f"The pass cannot resume from the state: {current.taken_before} items were taken in it, and the "
+                f"sampler ended after {counted(length, 'item')}. Restore the state of a loader with this sampler."
             )
         if self._warned_of_length or self._is_looked_up() or (told := self.length_if_any(current.epoch)) is None:
             return
-        if told != (drawn := current.items_of_epoch):
+        if told != length:
             self._warned_of_length = True
             warnings.warn(
-                f"{self.name} yielded {counted(drawn or 0, 'item')} and its len() says {told}. All {drawn} were "
+                f"{self.name} yielded {counted(length, 'item')} and its len() says {told}. All {length} were "
                 "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "
                 "are schedules and progress bars that use it. Correct the sampler's __len__.",
                 StreamLengthWarning,
@@ -337,11 +356,6 @@ def _in_runs(ranks: int, n: int) -> Sequence[int]:
     each, more = divmod(n, ranks)  # the first ranks have one more
     starts = [rank * each + min(rank, more) for rank in range(ranks)]
     return [starts[place % ranks] + place // ranks for place in range(n)]
-
-
-def _left(taken: int, stream: Iterator[T]) -> Iterator[T]:
-    """Leave out what was taken of a stream."""
-    return islice(stream, taken, None) if taken else stream
 
 
 def _why_orders_differ(name: str, is_balanced: bool) -> str:
