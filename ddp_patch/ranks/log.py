@@ -272,10 +272,7 @@ def mismatch_text(name: str, ranks: tuple[int, int], found: Difference, why: str
         remedy = "Iterate each patched loader on every rank; or, on one rank, the loader that was not patched."
     else:
         seen = f"in epoch {mine.epoch}, the datasets of {here} and {there} differ at the same indices, in {why}"
-        remedy = (
-            "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files. If only the "
-            "content differs, order='seeded' does not compare it."
-        )
+        remedy = "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files."
     lost = "" if rule == "order" else ", so samples would be lost"  # which ``why`` says
     return f"Iterating the {name}: {seen}{lost}. {remedy}"
 

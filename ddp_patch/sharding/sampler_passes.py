@@ -369,7 +369,8 @@ def _why_orders_differ(name: str, is_balanced: bool) -> str:
     return (
         f"{name} gave each its own, of which each rank keeps its shard, so samples would be lost. Make its order "
         "alike on every rank: seed what it draws from, and give it the same data (weights, indices, sorted files); if "
-        'it learns from losses, let it learn from all ranks\' ("Samplers that learn" in docs/samplers.md); or patch '
-        "with order='leader', and rank 0 draws for all. If it gives each rank a part, build it for one process, or say "
-        "is_ddp_aware = True in it."
+        'it learns from losses, let it learn from all ranks\' ("Samplers that learn" in docs/samplers.md). Where only '
+        "rank 0 can draw it, send all ranks its list before the patch: "
+        "torch.distributed.broadcast_object_list(orders := [list(sampler)]), and pass sampler=orders[0]. If it gives "
+        "each rank a part, build it for one process, or say is_ddp_aware = True in it."
     )
