@@ -2,9 +2,9 @@
 
 The ranks take a stream of n items in rounds of one item each, so rank r of R has the positions r, r + R, and so on;
 from position n on they are padding, which repeats the stream's first items and counts for nothing. A pass that begins
-where k items were taken shares the rest so: rank r has k + r, k + r + R, and so on, whoever took the first k. A batch is
-the next ``size`` positions of a rank's share, and workers that read a part each, which is a stream again, make batches
-in turn.
+where k items were taken shares the rest so: rank r has k + r, k + r + R, and so on, whoever took the first k. A batch
+is the next ``size`` positions of a rank's share, and workers that read a part each, which is a stream again, make
+batches in turn.
 
     Plan       whose positions are whose          4 ranks, 10 items: rank 3 has 3, 7, 11; 11 is padding
     Batching   how many items a batch takes       2 of them: rank 3 makes [3, 7] and [11]

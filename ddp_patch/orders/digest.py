@@ -205,6 +205,11 @@ class Digest:
         self._note(_bytes_hash(data), self.count)
 
     @property
+    def value(self) -> int:
+        """The digest of all items but the latest ones, which wait to be hashed together."""
+        return self._value
+
+    @property
     def until_mark(self) -> int:
         """How many more items there are to the next mark."""
         return self._next - self.count

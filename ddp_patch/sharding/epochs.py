@@ -16,7 +16,7 @@ from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
 from ddp_patch.positions_and_padding import Batching, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.sampler_states import SamplerStates
+from ddp_patch.sharding.sampler_states import DatasetStates, SamplerStates
 from ddp_patch.sharding.saved_state import Position, States
 from ddp_patch.validation import as_index
 
@@ -58,13 +58,13 @@ class Passes(Generic[T]):
         wrapper: str,
         agreed: Agreed,
         batching: Batching,
-        sampler_states: SamplerStates,
+        sampler_states: SamplerStates | DatasetStates,
         facts: Mapping[str, object],
     ) -> None:
         self.name: str = name
         self.agreed: Agreed = agreed
         self.batching: Batching = batching
-        self.sampler_states: SamplerStates = sampler_states
+        self.sampler_states: SamplerStates | DatasetStates = sampler_states
         self.plan: Plan = agreed.plan
         self.batch_plan: Plan | None = agreed.batch_plan
         self.monitor: PassMonitor = PassMonitor(agreed.mailbox, slack=int(self.plan.uneven == "keep"))

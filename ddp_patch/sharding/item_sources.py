@@ -227,7 +227,7 @@ class Streamed(ItemSource[T]):
         step: How many items of each rank make a step.
         draws_ahead: Whether more may be drawn than is asked for. An iterator, which can be used only once, goes on in
             the next pass where a break leaves it.
-        adapts: Returns whether a step at a time is to be drawn from now on; None if nobody knows.
+        adapts: As in ``Drawn``; None if nobody can change the sampler within a pass.
         keeps_sizes: Whether to record how many samples the items have.
         name: The sampler's class.
     """
@@ -245,7 +245,7 @@ class Streamed(ItemSource[T]):
         start: Position,
         step: int,
         draws_ahead: bool,
-        adapts: Callable[[], bool] | None,
+        adapts: Callable[[int], bool] | None,
         keeps_sizes: bool,
         name: str,
     ) -> None:

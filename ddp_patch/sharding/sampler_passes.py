@@ -43,6 +43,8 @@ class SamplerPasses(Passes[T]):
         are_batches: Whether each item is a batch.
     """
 
+    sampler_states: SamplerStates
+
     def __init__(
         self,
         wrapper: str,

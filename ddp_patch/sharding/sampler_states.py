@@ -18,18 +18,20 @@ from ddp_patch.orders.random_states import (
     RandomGenerator,
     Seed,
     generator_state,
+    generator_states,
     is_stateful,
     is_users,
     one_at_a_time,
     plain_attributes,
     random_generators,
     seeded_anew,
+    set_generator_states,
 )
 from ddp_patch.sharding.saved_state import States
 from ddp_patch.validation import shown
 from ddp_patch.walks import stored
 
-__all__ = ["EpochDraw", "SamplerStates"]
+__all__ = ["DatasetStates", "EpochDraw", "SamplerStates"]
 
 
 # How many epochs' beginnings are kept, for a script that goes back to one.
@@ -80,12 +82,14 @@ class _Generators:
         """Look for generators that samplers were given or made since, or that were seeded anew: they begin here."""
         with one_at_a_time(self._name):
             found = random_generators(self._holders)
-            seeds = {each: each.initial_seed() for each in found if isinstance(each, torch.Generator)}
+            seeds: dict[RandomGenerator, int] = {
+                each: each.initial_seed() for each in found if isinstance(each, torch.Generator)
+            }
             known = {each for each in found if each in self.bases and seeds.get(each) == self._seeds.get(each)}
             self.bases = {
                 each: self.bases[each] if each in known else _Base(epoch, generator_state(each)) for each in found
             }
-            self._seeds = dict(seeds)
+            self._seeds = seeds
 
     def restore(self, epoch: int, bases: Sequence[Any]) -> None:
         """Let epochs follow from the bases of a state."""
@@ -304,8 +308,8 @@ class SamplerStates:
             why = f"to draw the epochs before would take more than {_MOST_DRAWN_AGAIN:,} items"
         names = ", ".join(sorted({repr(name) for _, name in counters.values}))
         raise StateError(
-            f"Beginning epoch {epoch} of {self._name}: the sampler counts what it has drawn, in its attributes {names}, "
-            f"and {why}. Give it a set_epoch(epoch) that sets what it counts: then every epoch can be begun by its "
+            f"Beginning epoch {epoch} of {self._name}: the sampler counts what it has drawn, in its attributes "
+            f"{names}, and {why}. Give it a set_epoch(epoch) that sets what it counts: then every epoch can be begun by its "
             "number."
         )
 
@@ -416,9 +420,39 @@ class EpochDraw(AbstractContextManager[None]):
         return self.has_adapted
 
 
+class DatasetStates:
+    """The random generators that an iterable dataset holds. It draws from them while it is read, whoever reads it.
+
+    Args:
+        holder: What holds the generators, and nothing else: the dataset's own state is a position in it.
+
+    Attributes:
+        holders: That alone.
+    """
+
+    def __init__(self, holder: object) -> None:
+        self.holders: Sequence[Any] = [holder]
+
+    def holds(self, generator: object) -> bool:
+        """Return whether this is one of them."""
+        return any(known is generator for known in random_generators(self.holders))
+
+    def snapshot(self) -> States:
+        """Return their states now."""
+        return States([(0, state) for state in generator_states(self.holders)])
+
+    def restore(self, epoch: int, snapshot: States) -> None:
+        """Put them into the states of a snapshot."""
+        set_generator_states(self.holders, [state for _, state in snapshot.generators])
+
+    def end(self, epoch: int) -> None:
+        """Do nothing: they stay where the dataset has left them."""
+
+
 def _looked_at(holders: Sequence[Any]) -> list[Any]:
     """Return what samplers store, and objects of the user's that they hold, as far as it can be compared cheaply."""
     values = [*chain.from_iterable(stored(holder).values() for holder in holders)]
+    values = [value for value in values if not isinstance(value, RandomGenerator)]
     nested = [value for value in values if is_users(value) and not hasattr(value, "__getitem__")]  # as a dataset has
     values += chain.from_iterable(stored(value).values() for value in nested)
     return [(id(value), _mark_of(value)) for value in values]
@@ -427,10 +461,9 @@ def _looked_at(holders: Sequence[Any]) -> list[Any]:
 def _mark_of(value: Any) -> Any:
     """Return what differs when a value was changed in place; of large ones some elements are looked at."""
     if isinstance(value, torch.Tensor):
-        some = (
-            value.detach().reshape(-1)[:: max(1, value.numel() // _LOOKED_AT)] if value.device.type == "cpu" else None
-        )
-        return times_written(value), None if some is None else some.tolist()
+        if value.device.type != "cpu":
+            return times_written(value)
+        return times_written(value), value.detach().reshape(-1)[:: max(1, value.numel() // _LOOKED_AT)].tolist()
     if isinstance(value, np.ndarray):
         return value.shape, value.reshape(-1)[:: max(1, value.size // _LOOKED_AT)].tobytes()
     if isinstance(value, list | tuple):

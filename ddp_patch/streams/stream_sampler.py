@@ -17,7 +17,6 @@ from ddp_patch.compat.private_packages import SAMPLE_KEY
 from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.orders.digest import END
-from ddp_patch.orders.random_states import generator_states, random_generators, set_generator_states
 from ddp_patch.positions_and_padding import Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.log import Marks
@@ -126,7 +125,7 @@ class StreamPasses(Passes[None]):
             # What each worker reads follows from these, so there is no one stream of which others could take a rest.
             numbers = {"num_replicas": agreed.world.num_replicas, "num_workers": given.num_workers}
             facts |= {**numbers, "batch_size": given.batch_size or 1}
-        states = DatasetStates(given.dataset)
+        states = DatasetStates(generators_only(given.dataset))
         super().__init__(type(given.dataset).__name__, wrapper, agreed, given.batching, states, facts)
         is_compared = not agreed.options.by_worker and agreed.mailbox is not None and agreed.mailbox.read_one_stream
         if is_compared:
@@ -280,35 +279,6 @@ class StreamPasses(Passes[None]):
             before = [(from_text(written.decode()),)]
         streams = [StreamSnapshot(initial_state=state) for state in before]
         return replace(super().snapshot(), streams=streams if any(before) else ())
-
-
-class DatasetStates:
-    """The random generators that an iterable dataset holds. It draws from them while it is read, whoever reads it.
-
-    Args:
-        dataset: The dataset.
-
-    Attributes:
-        holders: What holds the generators, and nothing else: the dataset's own state is a position in it.
-    """
-
-    def __init__(self, dataset: object) -> None:
-        self.holders: Sequence[Any] = [generators_only(dataset)]
-
-    def holds(self, generator: object) -> bool:
-        """Return whether this is one of them."""
-        return any(known is generator for known in random_generators(self.holders))
-
-    def snapshot(self) -> States:
-        """Return their states now."""
-        return States([(0, state) for state in generator_states(self.holders)])
-
-    def restore(self, epoch: int, snapshot: States) -> None:
-        """Put them into the states of a snapshot."""
-        set_generator_states(self.holders, [state for _, state in snapshot.generators])
-
-    def end(self, epoch: int) -> None:
-        """Do nothing: they stay where the dataset has left them."""
 
 
 class StreamSource(ItemSource[None]):
