@@ -97,9 +97,9 @@ class Drawn(Iterator[Chunk[T]]):
         first: The stream's first items, which padding may repeat, if the iterator comes after those that are left out.
         step: How many rounds, of one item for each rank, make a step. Each chunk has some whole steps.
         rounds: How many rounds each chunk has. None lets them grow. The first is one step, so that the first batch
-            comes at once; each has twice as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in a long
-            stream of indices. An index is one sample. A round of batches counts as many as the largest that was looked
-            at: the first of each chunk.
+            comes at once; each has twice as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in
+            a long stream of indices. An index is one sample. A round of batches counts as many as the largest that was
+            looked at: the first of each chunk.
         adapts: Returns whether the next chunk may have one step alone, because somebody changes what draws within the
             pass. It is asked before each chunk but the first, and told how many steps the one before had.
         copies: Whether to copy the items that are kept, because their source may change them later.

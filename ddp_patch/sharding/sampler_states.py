@@ -70,16 +70,20 @@ class _Generators:
 
     Attributes:
         bases: The base of each generator, in the order in which they were found.
+        draws: How many draws are entered: meanwhile the generators have an epoch's states, and not the user's.
     """
 
     def __init__(self, holders: Sequence[Any], name: str) -> None:
         self._holders, self._name = holders, name
         self.bases: dict[RandomGenerator, _Base] = {}
+        self.draws: int = 0
         self._seeds: dict[RandomGenerator, int] = {}  # which torch's generators were seeded with
         self.find(0)
 
     def find(self, epoch: int) -> None:
         """Look for generators that samplers were given or made since, or that were seeded anew: they begin here."""
+        if self.draws:
+            return
         with one_at_a_time(self._name):
             found = random_generators(self._holders)
             seeds: dict[RandomGenerator, int] = {
@@ -110,6 +114,7 @@ class _Seen:
     Attributes:
         values: As the latest draw of any patched loader left them.
         changes: For those that changed at another time: how often, and to which value at last.
+        counters: The names of those that draws have changed.
     """
 
     # By id, because samplers may be neither hashable nor comparable; until they are gone.
@@ -118,6 +123,7 @@ class _Seen:
     def __init__(self, values: dict[str, Any]) -> None:
         self.values: dict[str, Any] = values
         self.changes: dict[str, tuple[int, Any]] = {}
+        self.counters: set[str] = set()
 
     @classmethod
     def of(cls, holder: object, *, looks: bool = True) -> "_Seen":
@@ -160,6 +166,8 @@ class _Counters:
         self.values: dict[_Name, Any] = {}
         self.beginnings: dict[int, dict[_Name, Any]] = {0: {}}
         self._changes: dict[_Name, int] = {}
+        # The attributes that no draw has changed yet, as this loader would begin with them.
+        self._unmoved = [*map(self._counting, range(len(holders)))]
         self.note_changes()
         self.are_as_drawn: bool = True
 
@@ -176,11 +184,15 @@ class _Counters:
     def note_changes(self) -> None:
         """Note the attributes that somebody has changed since the latest draw."""
         for place, holder in enumerate(self._holders):
-            for name, (times, value) in _Seen.of(holder).changes.items():
+            seen = _Seen.of(holder)
+            for name, (times, value) in seen.changes.items():
                 if self._changes.get((place, name)) != times:
                     self._changes[place, name], self.are_as_drawn = times, False
                     if (place, name) in self.values:
                         self.values[place, name] = value
+                    elif name in self._unmoved[place]:
+                        self._unmoved[place][name] = value
+            self._note_counters(place, seen)
 
     def begin_draw(self) -> list[dict[str, Any]]:
         """Let the samplers count on from where this loader's draws left them; return what ``end_draw`` takes."""
@@ -192,19 +204,24 @@ class _Counters:
         """Put the counters back to where this loader's draws left them, if other loaders' have moved them."""
         for (place, name), value in self.values.items():
             vars(self._holders[place])[name] = value
-            _Seen.of(self._holders[place]).values[name] = value
+            _Seen.of(self._holders[place], looks=False).values[name] = value
 
     def end_draw(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Note the attributes that a draw has changed since ``before``."""
         for place, was in enumerate(before):
-            seen = _Seen.of(self._holders[place], looks=False)
-            for name, value in self._counting(place).items():
-                if name in was and not _is_same(was[name], value):
-                    if (place, name) not in self.values:  # every epoch so far began with the value that it had first
-                        for beginning in self.beginnings.values():
-                            beginning.setdefault((place, name), was[name])
-                    self.values[place, name] = value
+            seen, now = _Seen.of(self._holders[place], looks=False), self._counting(place)
+            seen.counters |= {name for name in now if name in was and not _is_same(was[name], now[name])}
+            self._note_counters(place, seen)
+            self.values |= {(place, name): now[name] for name in seen.counters & now.keys()}
             seen.values.update(plain_attributes(self._holders[place]))
+
+    def _note_counters(self, place: int, seen: _Seen) -> None:
+        """Note which attributes are counters: until now, every epoch has begun with the value that they had first."""
+        for name in seen.counters & self._unmoved[place].keys():
+            first = self._unmoved[place].pop(name)
+            self.values[place, name] = first
+            for beginning in self.beginnings.values():
+                beginning.setdefault((place, name), first)
 
     def end_epoch(self, epoch: int) -> None:
         """Record that an epoch was drawn to its end: the next one begins with the counters of now."""
@@ -278,7 +295,6 @@ class SamplerStates:
         Raises:
             StateError: Nobody knows what the samplers have counted by the beginning of that epoch.
         """
-        self._generators.find(epoch)
         counters = self._counters
         counters.note_changes()
         if not is_chosen or not counters.may_count or (is_next and not counters.are_as_drawn):
@@ -309,8 +325,8 @@ class SamplerStates:
         names = ", ".join(sorted({repr(name) for _, name in counters.values}))
         raise StateError(
             f"Beginning epoch {epoch} of {self._name}: the sampler counts what it has drawn, in its attributes "
-            f"{names}, and {why}. Give it a set_epoch(epoch) that sets what it counts: then every epoch can be begun by its "
-            "number."
+            f"{names}, and {why}. Give it a set_epoch(epoch) that sets what it counts: then every epoch can be begun "
+            "by its number."
         )
 
     def end(self, epoch: int) -> None:
@@ -333,12 +349,13 @@ class SamplerStates:
             first_from: The loader's generator, if the loader draws a seed for its workers from it before they do.
             on_exit: Called whenever the samplers have drawn.
         """
+        self._generators.find(epoch)
         states = {generator: base.of(generator, epoch) for generator, base in self._generators.bases.items()}
         rng = PrivateRNG(self._seed.value, epoch, states, name=self._name, has_global=has_global)
         if first_from is not None:
             with rng:
                 torch.empty((), dtype=torch.int64).random_(generator=first_from)
-        return EpochDraw(self.holders, self._counters, rng, on_exit)
+        return EpochDraw(self.holders, self._generators, self._counters, rng, on_exit)
 
     # ---- states ----
 
@@ -389,6 +406,7 @@ class EpochDraw(AbstractContextManager[None]):
 
     Args:
         holders: The samplers.
+        generators: Their generators.
         counters: What they count.
         rng: The epoch's random states.
         on_exit: Called whenever it is left.
@@ -398,20 +416,28 @@ class EpochDraw(AbstractContextManager[None]):
     """
 
     def __init__(
-        self, holders: Sequence[Any], counters: _Counters, rng: PrivateRNG, on_exit: Callable[[], object]
+        self,
+        holders: Sequence[Any],
+        generators: _Generators,
+        counters: _Counters,
+        rng: PrivateRNG,
+        on_exit: Callable[[], object],
     ) -> None:
-        self._holders, self._counters, self._rng, self._on_exit = holders, counters, rng, on_exit
+        self._holders, self._generators, self._counters = holders, generators, counters
+        self._rng, self._on_exit = rng, on_exit
         self._left: Any = None  # what the samplers stored when this was left
         self.has_adapted: bool = False
 
     def __enter__(self) -> None:
         self._rng.__enter__()
+        self._generators.draws += 1
         self._before = self._counters.begin_draw()
 
     def __exit__(self, *exc: object) -> None:
         self._counters.end_draw(self._before)
         self._left = _looked_at(self._holders)
         self._on_exit()
+        self._generators.draws -= 1
         self._rng.__exit__(*exc)
 
     def adapts(self) -> bool:

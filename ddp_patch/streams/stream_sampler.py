@@ -24,6 +24,7 @@ from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource, Nothing
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
+from ddp_patch.sharding.sampler_states import DatasetStates
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 from ddp_patch.sharding.state_text import from_text
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only, tell_epoch
