@@ -128,9 +128,9 @@ class Drawn(Iterator[Chunk[T]]):
         self._items: Iterator[Any] = compress(iterator, self._left)  # no faster way to count
         self._copies, self._step, self._adapts = copies, step, adapts
         self._taken, self._to_skip = taken, taken if first is None else 0
-        # What the rounds that were looked at have shown: whether they have indices or lists of these, whether a digest
-        # is told such lists, and how many samples the largest has.
-        self._is_plain = self._takes_lists = False
+        # What the rounds that were looked at have shown: whether they have indices or lists of these, and how many
+        # samples the largest has.
+        self._is_plain = False
         self._samples = plan.num_replicas
         self._next_rounds = step if rounds is None else next(rounds)
         self._kept: list[Any] = []  # of the present chunk
@@ -191,7 +191,7 @@ class Drawn(Iterator[Chunk[T]]):
         self._kept = list[T]()
         with self._random_context():
             try:  # keep what comes before an exception
-                if self._copies and (self._is_first or (size > ranks and not self._takes_lists)):
+                if self._copies and (self._is_first or size > ranks):
                     self._inspect_round()
                     size = min(size, max(self._step, self._rounds_ahead()) * ranks)
                 self._draw(start + size - self._drawn)
@@ -240,29 +240,21 @@ class Drawn(Iterator[Chunk[T]]):
         self._copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
         first = (item[0] if type(item) is list and item else item for item in items)
         self._is_plain = all(isinstance(index, int | np.integer) for index in first)
-        are_lists = self._is_plain and {list}.issuperset(map(type, items))
-        self._takes_lists = are_lists and self._copies and self._digest is not None
         self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
 
     def _draw(self, size: int) -> None:
         """Draw this many items, keep a part of them, and let the digest take note of all."""
         if self._digest is None:
             self._take(size)
-        elif self._takes_lists:
-            items = self._draw_all(size, tuple, list)  # copied in C, for the digest too
-            self._samples = max(self._samples, self._plan.num_replicas * max(map(len, items), default=0))
         else:
             self._draw_all(size, copy_item if self._copies else None)
 
-    def _draw_all(
-        self, size: int, copied: Callable[[Any], Any] | None, made: Callable[[Any], Any] | None = None
-    ) -> list[Any]:
+    def _draw_all(self, size: int, copied: Callable[[Any], Any] | None) -> list[Any]:
         """Draw this many items, keep a part of them, let the digest take note of all, and return all.
 
         Args:
             size: How many.
             copied: Copies each as it comes, because its source may change it later; None to take it as it is.
-            made: Makes what is kept of these.
         """
         items = list[Any]()
         if self._is_ended or size <= 0:
@@ -271,8 +263,7 @@ class Drawn(Iterator[Chunk[T]]):
         try:
             items.extend(drawn if copied is None else map(copied, drawn))
         finally:  # what came before an exception is kept, too
-            mine = items[self._of_rank(size)]
-            self._kept += mine if made is None else map(made, mine)
+            self._kept += items[self._of_rank(size)]
             if self._digest is not None:
                 self._digest.add(items)
         self._is_ended = len(items) < size

@@ -497,6 +497,6 @@ def _mark_of(value: Any) -> Any:
     elif isinstance(value, dict | set):
         value = len(value), [*islice(value.values() if isinstance(value, dict) else value, _LOOKED_AT)]
     try:
-        return marshal.dumps(value)
+        return marshal.dumps(value, 0)
     except ValueError:  # it has no plain value
         return None

@@ -13,7 +13,7 @@ from ddp_patch import DDPPatchError, loader_state, patch_dataloader_to_ddp, rest
 def refused(rank: int, world_size: int) -> list[str]:
     """What each rank is told where they restore different states, or one of them cannot."""
     told = []
-    for damage in ({"epoch": rank}, {"parts": [[[2, 1 + rank // 2]]]}, {"seed": 1 + rank}, {"version": 3 + rank // 2}):
+    for damage in ({"epoch": rank}, {"taken": [2 * (1 + rank // 2)]}, {"seed": 1 + rank}, {"version": 3 + rank // 2}):
         options: dict[str, Any] = {} if "seed" in damage else {"seed": 3}
         patched: Any = patch_dataloader_to_ddp(loader(shuffle=True), **options)
         expected = patch_dataloader_to_ddp(loader(shuffle=True), seed=patched.sampler.seed)

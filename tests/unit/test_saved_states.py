@@ -330,7 +330,7 @@ def test_a_state_while_workers_are_started_has_no_batch(monkeypatch: pytest.Monk
         context.setattr(torch.multiprocessing.Process, "start", start_and_ask)
         iterator = iter(loader)
     states.append(loader_state(loader))
-    assert [sum(taken for part in state["parts"] for _, taken in part) for state in states] == [0, 0, 0]
+    assert [sum(state["taken"]) for state in states] == [0, 0, 0]
     assert next(iterator).tolist() == [0, 2]
 
 
