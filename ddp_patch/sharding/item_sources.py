@@ -128,12 +128,14 @@ class Indexed(ItemSource[T]):
         balanced: Returns the order, balanced, for a pass that begins at a position; None to share it as it comes.
         keeps_sizes: Whether to record how many samples the items have.
         name: The sampler's class.
+        has_digest: Whether some items of the order are looked up for a digest. One that is computed follows from the
+            epoch, so only other ranks can have another.
     """
 
     is_open_ended: bool = False  # the whole epoch is drawn before the first item is given
     length: int | None
     sizes: Sizes | None
-    digest: Digest
+    digest: Digest | None
 
     def __init__(
         self,
@@ -142,13 +144,14 @@ class Indexed(ItemSource[T]):
         plan: Plan,
         start: Position,
         *,
-        balanced: Callable[[EpochOrder, int, Digest], EpochOrder] | None,
+        balanced: Callable[[EpochOrder, int, Digest | None], EpochOrder] | None,
         keeps_sizes: bool,
         name: str,
+        has_digest: bool,
     ) -> None:
         self._draw, self._random_context, self._plan, self._start = draw, random_context, plan, start
         self._balanced, self._keeps_sizes, self._name = balanced, keeps_sizes, name
-        self.digest = Digest()
+        self.digest = Digest() if has_digest else None
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
@@ -181,17 +184,19 @@ class Indexed(ItemSource[T]):
         with self._random_context:
             order = self._draw()
         self._draw_rest = order.finish
-        spread = range(0, order.length, max(1, order.length // _LOOKED_UP))
-        self.digest.add([order.length, *order.at(spread)])
-        self.digest.end()
-        known = tuple(self._start.order)
-        if known and known[0] == END and known != self.order_up_to(0):
-            raise other_order(self._name)
+        if self.digest is not None:
+            spread = range(0, order.length, max(1, order.length // _LOOKED_UP))
+            self.digest.add([order.length, *order.at(spread)])
+            self.digest.end()
+            known = tuple(self._start.order)
+            if known and known[0] == END and known != self.order_up_to(0):
+                raise other_order(self._name)
         return order
 
     def order_up_to(self, taken: int) -> tuple[int, int] | None:
         """Return the digest of some items of the order, evenly spread: the whole order is known."""
-        return (END, self.digest.marks[END]) if END in self.digest.marks else None
+        marks = {} if self.digest is None else self.digest.marks
+        return (END, marks[END]) if END in marks else None
 
     def _looking_at_all(
         self, at: Callable[[range], Sequence[T]], length: int, taken: int, positions: range

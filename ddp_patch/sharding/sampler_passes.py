@@ -172,11 +172,13 @@ class SamplerPasses(Passes[T]):
         if start is None or not start.is_within_pass:
             states.begin(
                 number,
-                is_chosen=self._was_chosen,
+                is_chosen=self._was_chosen and not has_order(self.sampler),  # which counts nothing
                 is_next=number == self._following,
                 begin_iterating=partial(start_iterating, self.sampler),
             )
-        draw = states.draw(number, first_from=self._shared_generator, on_exit=self._note_epochs)
+        # A loader with one iterator for all epochs has drawn its workers' seed already.
+        first_from = None if self.has_one_iterator else self._shared_generator
+        draw = states.draw(number, first_from=first_from, on_exit=self._note_epochs)
         with draw:  # a sampler's set_epoch may seed its generator
             self._tell_epoch(number)
         if start is not None and start.is_within_pass:
@@ -228,7 +230,16 @@ class SamplerPasses(Passes[T]):
         ranks = start.ranks or self.plan.num_replicas  # that began the epoch
         if self._is_looked_up():
             balanced = None if self._balancer is None else partial(balanced_order, self._balancer, ranks, epoch)
-            return Indexed(order, draw, self.plan, start, balanced=balanced, keeps_sizes=keeps_sizes, name=self.name)
+            return Indexed(
+                order,
+                draw,
+                self.plan,
+                start,
+                balanced=balanced,
+                keeps_sizes=keeps_sizes,
+                name=self.name,
+                has_digest=self.monitor.is_on or self._order_is_drawn,
+            )
         with draw:
             stream = self._begun_by(order, epoch, ranks)
         if self._balancer is not None:

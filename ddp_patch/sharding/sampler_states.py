@@ -480,7 +480,7 @@ def _looked_at(holders: Sequence[Any]) -> list[Any]:
     values = [*chain.from_iterable(stored(holder).values() for holder in holders)]
     values = [value for value in values if not isinstance(value, RandomGenerator)]
     nested = [value for value in values if is_users(value) and not hasattr(value, "__getitem__")]  # as a dataset has
-    values += chain.from_iterable(stored(value).values() for value in nested)
+    values += chain.from_iterable(getattr(value, "__dict__", {}).values() for value in nested)
     return [(id(value), _mark_of(value)) for value in values]
 
 
