@@ -386,9 +386,9 @@ class _Turns:
             other = next(iter(self._names), "another loader")
             raise UnsupportedLoaderError(
                 f"A thread waited {_WAITS_S:.0f} s to draw from {name}, while another thread reads {other}. Both need "
-                "the process's random states (torch, numpy, random), which one of them can have at a time. If "
-                f"{other} waits for the thread that iterates {name}, read one of them with num_workers=1 or more; or "
-                "iterate both in one thread."
+                "the process's random states (torch, numpy, random), which one of them can have at a time: perhaps "
+                f"{other} waits for this thread. Use workers for one of them (num_workers=1), or iterate both in one "
+                "thread."
             )
         self._names.append(name)
 
