@@ -96,9 +96,9 @@ class Passes(Generic[T]):
         """Return how many items the stream has; if unknown, raise TypeError or what the user's code raises."""
         raise NotImplementedError
 
-    def snapshot(self) -> States:
-        """Return what the samplers hold now: generators, states and counters."""
-        return self.sampler_states.snapshot()
+    def snapshot(self, epoch: int) -> States:
+        """Return what the samplers hold now, when an epoch is about to begin: generators, states and counters."""
+        return self.sampler_states.snapshot(epoch)
 
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
@@ -285,9 +285,9 @@ class Passes(Generic[T]):
         if (known := self._beginning or self.position) is not None:
             return known
         if self.latest is None:
-            return Position(self.epochs.upcoming, states=self.snapshot())
+            return Position(self.epochs.upcoming, states=self.snapshot(self.epochs.upcoming))
         if self.latest.is_ended:
-            return self.latest.position_at_end(self.snapshot())
+            return self.latest.position_at_end(self.snapshot(self.epochs.upcoming))
         return self.latest.position(self.latest.items_taken, self.batching)
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:

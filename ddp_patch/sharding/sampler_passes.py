@@ -64,6 +64,7 @@ class SamplerPasses(Passes[T]):
             **({} if balancer is None else balancer.described),
         }
         states = SamplerStates(stream.samplers, agreed.seed, stream.name)
+        facts["generators"] = states.given_generators
         super().__init__(stream.name, wrapper, agreed, batching, states, facts)
         self.sampler: Iterable[T] = stream.source
         self.shuffles: bool = shuffles
@@ -115,7 +116,7 @@ class SamplerPasses(Passes[T]):
         length = None if latest is None or latest.is_ended else latest.source.length
         return {**self._facts, "sampler length": self.stream_length(self.epochs.upcoming) if length is None else length}
 
-    def snapshot(self) -> States:
+    def snapshot(self, epoch: int) -> States:
         """Return what the samplers hold now: generators, states and counters."""
         if self._is_one_shot and self.epochs.passes:
             why = (
@@ -123,7 +124,7 @@ class SamplerPasses(Passes[T]):
                 "epochs took. Give the loader something that can be iterated again"
             )
             return States(unknown=why)
-        return super().snapshot()
+        return super().snapshot(epoch)
 
     # ---- passes ----
 
@@ -184,7 +185,7 @@ class SamplerPasses(Passes[T]):
         if start is not None and start.is_within_pass:
             states.load(start.states)  # others may have iterated a sampler that has a state since
         else:
-            start = Position(number, (0,), states=self.snapshot())
+            start = Position(number, (0,), states=self.snapshot(number))
         with self.beginning(start):
             source = self._chosen_source(start, draw)
         current = Pass(

@@ -69,6 +69,7 @@ class _Generators:
         name: What errors call them.
 
     Attributes:
+        given: How many generators there were at the patch.
         bases: The base of each generator, in the order in which they were found.
         draws: How many draws are entered: meanwhile the generators have an epoch's states, and not the user's.
     """
@@ -78,7 +79,9 @@ class _Generators:
         self.bases: dict[RandomGenerator, _Base] = {}
         self.draws: int = 0
         self._seeds: dict[RandomGenerator, int] = {}  # which torch's generators were seeded with
+        self._to_come: list[_Base] = []  # of generators that a state knows, and that were not made here yet
         self.find(0)
+        self.given: int = len(self.bases)
 
     def find(self, epoch: int) -> None:
         """Look for generators that samplers were given or made since, or that were seeded anew: they begin here."""
@@ -90,15 +93,20 @@ class _Generators:
                 each: each.initial_seed() for each in found if isinstance(each, torch.Generator)
             }
             known = {each for each in found if each in self.bases and seeds.get(each) == self._seeds.get(each)}
-            self.bases = {
-                each: self.bases[each] if each in known else _Base(epoch, generator_state(each)) for each in found
-            }
+            new = [each for each in found if each not in known]
+            come, self._to_come = self._to_come[: len(new)], self._to_come[len(new) :]
+            of_new = dict(
+                zip(new, [*come, *(_Base(epoch, generator_state(each)) for each in new[len(come) :])], strict=True)
+            )
+            self.bases = {each: of_new[each] if each in of_new else self.bases[each] for each in found}
             self._seeds = seeds
 
     def restore(self, epoch: int, bases: Sequence[Any]) -> None:
-        """Let epochs follow from the bases of a state."""
+        """Let epochs follow from the bases of a state; those of generators that are made later wait for them."""
         self.find(epoch)
-        self.bases = {generator: _Base(*base) for generator, base in zip(self.bases, bases, strict=True)}
+        known = [*map(_Base._make, bases)]
+        self.bases |= zip(self.bases, known, strict=False)
+        self._to_come = known[len(self.bases) :]
 
 
 # ---- counters ----
@@ -271,6 +279,11 @@ class SamplerStates:
         self._counters = _Counters(holders)
 
     @property
+    def given_generators(self) -> int:
+        """How many random generators they held at the patch."""
+        return self._generators.given
+
+    @property
     def has_generators(self) -> bool:
         """Whether they hold random generators."""
         return bool(self._generators.bases)
@@ -359,8 +372,9 @@ class SamplerStates:
 
     # ---- states ----
 
-    def snapshot(self) -> States:
+    def snapshot(self, epoch: int) -> States:
         """Return what an epoch that begins now follows from."""
+        self._generators.find(epoch)
         self._counters.note_changes()
         self._counters.put_back()
         attributes = [
@@ -463,13 +477,18 @@ class DatasetStates:
         """Return whether this is one of them."""
         return any(known is generator for known in random_generators(self.holders))
 
-    def snapshot(self) -> States:
+    def snapshot(self, epoch: int) -> States:
         """Return their states now."""
         return States([(0, state) for state in generator_states(self.holders)])
 
     def restore(self, epoch: int, snapshot: States) -> None:
         """Put them into the states of a snapshot."""
         set_generator_states(self.holders, [state for _, state in snapshot.generators])
+
+    @property
+    def given_generators(self) -> int:
+        """How many there are."""
+        return len(random_generators(self.holders))
 
     def end(self, epoch: int) -> None:
         """Do nothing: they stay where the dataset has left them."""

@@ -302,7 +302,7 @@ def begin_next_epoch(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "epoch": epoch_after(state), "turn": 0, "steps": 0, "ranks": 0} if is_ended else state
 
 
-def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
+def _require_one_for_each(position: Position, holders: Sequence[Any], given: int) -> None:
     """Raise StateError unless there is a state for each part, generator and sampler; try each generator's on it."""
     states, parts = position.states, max(1, len(position.taken))
     if position.turn is not None and position.turn >= parts:
@@ -311,10 +311,11 @@ def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
     is_between = position.is_at_epoch_start or position.is_ended
     if len(states.streams) not in {0, parts} and not (parts == 1 and is_between):
         raise _damaged(f"its field streams has {len(states.streams)} elements, not one for each part")
+    if len(states.generators) < given:
+        raise _other({"generators": f"{len(states.generators)} in the state; {given} here"})
     generators = random_generators(holders)
-    _require_number("generators", states.generators, len(generators))
     with look(generators):
-        for generator, (_, kept) in zip(generators, states.generators, strict=True):
+        for generator, (_, kept) in zip(generators, states.generators, strict=False):
             try:
                 set_generator_state(generator, kept)
             except Exception as error:
@@ -411,7 +412,7 @@ def state_after(
     if current is None:
         return state_now(passes)
     if current.draw_end_after(batches, batching, on_this_rank=on_this_rank):
-        end = current.position_at_end(passes.snapshot())
+        end = current.position_at_end(passes.snapshot(current.epoch + 1))
         return _state_at(passes, end.or_next_epoch() if passes.has_one_iterator else end)
     return _state_at(passes, current.position_after(batches, batching))
 
@@ -460,6 +461,6 @@ def position_in(passes: "Passes[Any]", state: Any) -> Position:
     _require_same(found["loader"], found["seed"], passes.facts(None), passes.agreed.seed)
     states = States(**_read(found["states"], _STATES))
     position = Position(**{name: found[name] for name in _POSITION} | {"states": states})
-    _require_one_for_each(position, passes.sampler_states.holders)
+    _require_one_for_each(position, passes.sampler_states.holders, passes.sampler_states.given_generators)
     passes.require_fits(position)
     return position

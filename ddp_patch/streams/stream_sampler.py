@@ -206,7 +206,7 @@ class StreamPasses(Passes[None]):
         epoch = self.epochs.upcoming
         number = self.epochs.passes + 1
         resumed = self.position or self.worker.resumed_at(number, epoch)
-        start = resumed or Position(epoch, states=self.snapshot())
+        start = resumed or Position(epoch, states=self.snapshot(epoch))
         if start.is_within_pass:
             # A loader may have drawn from them since.
             self.sampler_states.restore(epoch, start.states)
@@ -270,7 +270,7 @@ class StreamPasses(Passes[None]):
                 "number of ranks may change."
             )
 
-    def snapshot(self) -> States:
+    def snapshot(self, epoch: int) -> States:
         """Return what the dataset holds now: its generators, and its own states where the next epoch begins."""
         worker, latest = self.worker, self.worker.shared.latest_pass
         before: list[Sequence[Any]] = []
@@ -279,7 +279,7 @@ class StreamPasses(Passes[None]):
         elif (self._are_kept or not self._workers) and (written := worker.unread()) is not None:
             before = [(from_text(written.decode()),)]
         streams = [StreamSnapshot(initial_state=state) for state in before]
-        return replace(super().snapshot(), streams=streams if any(before) else ())
+        return replace(super().snapshot(epoch), streams=streams if any(before) else ())
 
 
 class StreamSource(ItemSource[None]):

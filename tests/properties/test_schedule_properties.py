@@ -164,9 +164,7 @@ read = st.lists(
 
 def loaded(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     """Each batch as a loader gives them: it asks every worker in turn, and no more whoever came to its end."""
-    waiting = []
-    for part in schedule.parts:
-        waiting.append(list(enumerate(schedule.plan.share(part.length or 0, part.taken))))
+    waiting = [list(enumerate(schedule.plan.share(part.length or 0, part.taken))) for part in schedule.parts]
     given, asked = [], set(range(len(waiting)))
     while asked:
         for place in sorted(asked):

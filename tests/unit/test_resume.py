@@ -174,6 +174,7 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
                 "shuffle_samples_between_gpus": False,
                 "sampler": "RandomSampler",
                 "sampler length": N,
+                "generators": 0,
                 "uneven": "pad",
                 "layout": "interleaved",
             }

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import signal
 import threading
 import warnings
