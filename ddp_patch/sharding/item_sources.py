@@ -12,7 +12,7 @@ from ddp_patch.orders.chunks import Drawn, split_chunks
 from ddp_patch.orders.digest import Digest, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
-from ddp_patch.ranks.log import Marks
+from ddp_patch.ranks.pass_facts import Marks
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["Indexed", "ItemSource", "Nothing", "Streamed"]
