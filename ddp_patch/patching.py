@@ -403,6 +403,7 @@ def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> 
         has_own_lengths=agreed.options.uneven == "keep",
         only_warns_of_lengths=getattr(by, "is_ddp_aware", None) is True,
         why_orders_differ=partial(_why_parts_are_uneven, by_name),
+        is_begun_by_all=agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1,
     )
     knows_all, parts = any(sampler is by for sampler in samplers_within(facts.iterated)), None
     if claims.read_one_stream and not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):

@@ -12,7 +12,7 @@ from ddp_patch.ranks import claims, pass_facts
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.pass_facts import BegunPass, PassMonitor, Progress, Rules, State, next_count
 
-__all__ = ["Connection", "Rank", "connected", "rule_of", "run_together"]
+__all__ = ["Connection", "Rank", "connected", "new_store", "rule_of", "run_together"]
 
 # What each rule says.
 _SAYS = {
@@ -21,6 +21,11 @@ _SAYS = {
     "order": "draw different orders",
     "length": "took more of it",
 }
+
+
+def new_store() -> Any:
+    """Return a store in this process."""
+    return dist.HashStore()  # type: ignore[attr-defined]  # torch documents it
 
 
 class Connection:

@@ -1,12 +1,13 @@
 """Claims in the process group's store: what the first rank says of something counts. Nobody waits for another rank."""
 
+import atexit
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch.distributed as dist
 
@@ -27,6 +28,9 @@ _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 # What was left about the last loaders that are gone on this rank stays, so that slower ranks may read it.
 _GONE_KEPT = 8
 _gone: deque[tuple[ref[Any], Collection[str]]] = deque()
+
+# Whose ranks are told when this process exits.
+_alive: WeakSet["Claims"] = WeakSet()
 
 _NEVER = "~"  # no value that anybody leaves
 # After so many failures in a row, twice as many requests are left out each time, up to this many doublings.
@@ -71,6 +75,7 @@ class Claims:
         self._keys = {*keys}  # all that this rank has left
         self._forgotten = -1  # the latest pass of which this is deleted
         _delete_gone()
+        _alive.add(self)
         finalize(self, _gone.append, (self._store, self._keys)).atexit = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -193,6 +198,14 @@ class Claims:
         """Return the store, or None if it is gone."""
         store = self._store() if dist.is_initialized() else None
         return store if store is not None and store is default_store() else None
+
+
+@atexit.register
+def _leave_marks_of_exit() -> None:
+    for claims in [*_alive]:
+        with suppress(*_STORE_ERRORS):  # the process that holds it may have ended before
+            if (store := claims._open_store()) is not None:
+                store.set(claims._path(f"exit/{claims.rank}"), "1")
 
 
 def _delete_gone() -> None:

@@ -13,10 +13,13 @@ _TOLD_STEPS, _STEP_TIMES = 1000, 100
 _MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 3.0, 2, 60.0, 0.002
 # So many batches may be given on one rank before another sees what the first one left.
 _SLOTS = 8
+# Whoever was given a whole pass waits at most so long, in all passes over a loader, for ranks that have not begun it.
+PATIENCE_S = 10.0
+_LOOK_S = 0.5  # between two looks at what these ranks do
 
 
 class Ends:
-    """Compares the ends of passes that nobody knows before.
+    """Compares the ends of passes with what other ranks do.
 
     A rank whose stream ends early finds that out only there: the others wait for it in their next collective, and ask
     for nothing more. All ranks leave the same value where they are given a batch, so what one reads does not grow with
@@ -29,6 +32,7 @@ class Ends:
     def __init__(self) -> None:
         self.all_begun: int = -1
         self._ends = 0  # how many passes ended
+        self._patience_s = PATIENCE_S
         self._first_step_s, self._due_s = 0.0, 0.0  # when the first step came, and when the next is told
 
     def give_step(self, claims: Claims, step: str, batches: int) -> None:
@@ -63,3 +67,43 @@ class Ends:
             sleep(_AGAIN_S)
             ended = claims.add("ended", 0)
         return True
+
+    def missing(self, claims: Claims, number: int, made: int | None) -> tuple[list[int], str]:
+        """Wait for ranks that have not begun a pass, of which this one was given all; return them, and what is certain.
+
+        Args:
+            claims: Where ranks tell which passes they have begun.
+            number: That of the pass.
+            made: How many passes this rank has made over all loaders; None if that is not compared.
+
+        Returns:
+            The ranks that have not begun it, and what shows that one never will; empty where that is not certain.
+        """
+        began_s = looked_s = monotonic()
+        missing, why = list[int](), ""
+        while self.all_begun < number and claims.is_heard and self._patience_s > 0:
+            is_over = monotonic() - began_s > self._patience_s
+            if is_over or monotonic() - looked_s > _LOOK_S:
+                looked_s = monotonic()
+                missing, why = _without(claims, number, made)
+                if is_over or why:
+                    break
+            sleep(10 * _AGAIN_S)
+            self.all_begun = claims.hear()
+        self._patience_s -= monotonic() - began_s
+        return (missing, why) if self.all_begun < number else ([], "")
+
+
+def _without(claims: Claims, number: int, made: int | None) -> tuple[list[int], str]:
+    """Return the ranks that have not begun a pass, and what shows that one never will."""
+    missing, why = [], ""
+    for rank in claims.members:
+        # First what it does, so that it had done that without the pass.
+        has_exited, has_made = claims.value(f"exit/{rank}") is not None, int(claims.value(f"/made/{rank}") or 0)
+        if int(claims.value(f"begun/{rank}") or -1) < number:
+            missing.append(rank)
+            if has_exited:
+                why = why or f"rank {rank} has ended"
+            elif made is not None and has_made > made:
+                why = why or f"rank {rank} has made {has_made} passes over all loaders, and this rank {made}"
+    return missing, why

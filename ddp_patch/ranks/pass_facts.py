@@ -25,18 +25,18 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import get_ident
+from threading import get_ident, main_thread
 from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ddp_patch.compat.private_torch import default_store
-from ddp_patch.errors import RankMismatchError, StreamLengthWarning
+from ddp_patch.errors import PartialPassWarning, RankMismatchError, StreamLengthWarning
 from ddp_patch.loaders.contents import HeldData
 from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import END
 from ddp_patch.ranks.claims import Claims
-from ddp_patch.ranks.ends import Ends
+from ddp_patch.ranks.ends import PATIENCE_S, Ends
 from ddp_patch.ranks.exchange import digest, ranks_text
 from ddp_patch.ranks.parts import Parts
 from ddp_patch.validation import counted
@@ -215,6 +215,7 @@ _LOOK_ALIKE = (
     "Look at a batch on every rank, or iterate the unpatched loader, or call loader.set_epoch(N) with the same N on "
     "every rank before the epoch."
 )
+_ALL_ITERATE = "Iterate each patched loader on every rank; or, on one rank, the loader that was not patched."
 # What a rank did whose pass is over, and what to do.
 _OVER = {
     State.LEFT: ("left", f"Let every rank break after the same batch: all-reduce the decision to stop. {_LOOK_ALIKE}"),
@@ -262,7 +263,7 @@ def mismatch_text(name: str, number: int, rule: Rule, words: tuple[Word, Word], 
             f"when pass {number} over it began, the ranks had made different numbers of passes over their other "
             f"loaders: {mine.others} on {here}; {theirs.others} on {there}"
         )
-        remedy = "Iterate each patched loader on every rank; or, on one rank, the loader that was not patched."
+        remedy = _ALL_ITERATE
     else:
         seen = f"in epoch {mine.epoch}, the datasets of {here} and {there} differ at the same indices, in {why}"
         remedy = "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files."
@@ -289,6 +290,7 @@ class Rules:
         only_warns_of_lengths: Whether the user says that the loader is sharded: parts of unequal length are a warning.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
         held: What the user may change in the dataset; None if nobody compares that.
+        is_begun_by_all: Whether each rank has a share of a pass, which all begin.
     """
 
     name: Callable[[], str] = lambda: "loader"
@@ -298,6 +300,7 @@ class Rules:
     only_warns_of_lengths: bool = False
     why_orders_differ: Callable[[], str] = lambda: ""
     held: HeldData | None = None
+    is_begun_by_all: bool = False
 
 
 class PassMonitor:
@@ -443,6 +446,36 @@ class PassMonitor:
                 is_length=True,
             )
 
+    def end_whole(self, begun: BegunPass) -> None:
+        """Compare who has begun a pass of which this rank was given all; wait a moment for those that have not.
+
+        Raises:
+            RankMismatchError: One of them never will.
+
+        Warns:
+            PartialPassWarning: Some have not, so what follows of the pass is about a part of the data.
+        """
+        claims, number, made = self.claims, begun.number, self._made_by_all
+        is_compared = self.rules.is_begun_by_all and begun.word.slack == begun.progress().slack == 0
+        if claims is None or number is None or not is_compared or self.ends.all_begun >= number:
+            return
+        is_main = made is not None and self._thread == main_thread().ident
+        missing, why = self.ends.missing(claims, number, made[self._whose] if made is not None and is_main else None)
+        if not missing:
+            return
+        seen = (
+            f"Iterating the {self.rules.name()}: {ranks_text([claims.rank])} was given its whole share of epoch "
+            f"{begun.word.epoch}, and {ranks_text(missing)} of {len(claims.members)}"
+        )
+        if why:
+            self._raise(f"{seen} never began that pass: {why}. So samples would be lost. {_ALL_ITERATE}")
+        warnings.warn(
+            f"{seen} had not begun that pass {PATIENCE_S:g} s later: they iterate another loader, or nothing. So what "
+            f"follows of it is about a part of the data. {_ALL_ITERATE}",
+            PartialPassWarning,
+            stacklevel=2,
+        )
+
     def _step(self, begun: BegunPass) -> str:
         """Return the same text for a pass on every rank."""
         number = self._settled if begun.number is None else begun.number
@@ -459,7 +492,8 @@ class PassMonitor:
             made[self._whose] += 1
             self._made_here += 1
         claims.put(f"begun/{claims.rank}", f"{number}")
-        claims.put(f"/made/{claims.rank}", f"{made[self._whose]}")
+        if self._thread == main_thread().ident:
+            claims.put(f"/made/{claims.rank}", f"{made[self._whose]}")
         if claims.add(f"{number}/begun", 1) == len(claims.members):
             claims.tell(number)
 

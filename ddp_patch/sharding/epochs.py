@@ -77,7 +77,8 @@ class Passes(Generic[T]):
         parts = None
         if why_in_common is not None and agreed.claims is not None and agreed.claims.read_one_stream:
             parts = Parts(self.described, why_in_common, replicas=agreed.world.replicas)
-        rules = replace(rules or Rules(), name=self.described)
+        is_begun_by_all = agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1
+        rules = replace(rules or Rules(), name=self.described, is_begun_by_all=is_begun_by_all)
         self.monitor: PassMonitor = PassMonitor(agreed.claims, rules, parts)
         self.slack: int = int(self.plan.uneven == "keep")
         self.batches_ahead: int = 0

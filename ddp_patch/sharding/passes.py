@@ -113,6 +113,8 @@ class WatchedPass:
         if is_whole:
             if self._logged is not None and self._is_open_ended and self.batches_delivered is not None:
                 self._monitor.end_steps(self._logged, self.batches_delivered)
+            if self._logged is not None:
+                self._monitor.end_whole(self._logged)
             self.source.note_loop_end()
 
     @property

@@ -5,8 +5,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch.distributed as dist
-from claiming import Rank, connected, run_together
+from claiming import Rank, connected, new_store, run_together
 from hypothesis import HealthCheck, assume, given, settings
 
 from ddp_patch.ranks.pass_facts import State
@@ -72,7 +71,7 @@ SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], m
 @SHARED
 @given(scripts, st.randoms(use_true_random=False))
 def test_one_program_on_three_ranks_excludes_nothing_at_any_moment(script: list[Iterates], random: Any) -> None:
-    store = dist.HashStore()
+    store = new_store()
     ranks = [Rank(store, number, 3) for number in range(3)]
     programs = [program_of(script, takes_looks=number == 1) for number in range(3)]
     assert run_together(ranks, programs, random.choice) == []
@@ -129,7 +128,7 @@ def exclude(mine: list[Made], theirs: list[Made]) -> bool:
 @SHARED
 @given(passes, passes, st.randoms(use_true_random=False))
 def test_the_verdict_is_that_of_brute_force(mine: list[Made], theirs: list[Made], random: Any) -> None:
-    store = dist.HashStore()
+    store = new_store()
     ranks = [Rank(store, number) for number in range(2)]
     programs = [
         [("takes", one.epoch, one.batches, one.state, {"order": one.order, "others": one.others}) for one in made]

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from claiming import Connection, Rank, connected, run_together
+from claiming import Connection, Rank, connected, new_store, run_together
 from torch.utils.data import DataLoader, IterableDataset
 from zoo import Indices, N, as_it_is
 
@@ -106,7 +105,7 @@ CASES: dict[str, tuple[Program, Program, dict[str, Any], str | None]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_excludes_what_whoever_comes_first(name: str, turns: str) -> None:
     one, other, like, rule = CASES[name]
-    store = dist.HashStore()
+    store = new_store()
     ranks = [Rank(store, number, **like) for number in range(2)]
     numbers = random.Random(3)
     chosen: dict[str, Any] = {
@@ -124,7 +123,7 @@ def test_what_excludes_what_whoever_comes_first(name: str, turns: str) -> None:
 
 @pytest.mark.usefixtures("connected")
 def test_a_rank_hears_that_others_left_the_pass_that_it_is_in() -> None:
-    ranks = [Rank(store, number) for store in [dist.HashStore()] for number in range(3)]
+    ranks = [Rank(store, number) for store in [new_store()] for number in range(3)]
     (rule,) = run_together(ranks[:2], [[takes(0, 3), takes(1, 2)], [takes(0, 5)]], min)
     assert rule == "length"
     assert run_together(ranks[2:], [[takes(0, 2)]], min) == ["length"]  # though it may come to 3 as well
@@ -133,7 +132,7 @@ def test_a_rank_hears_that_others_left_the_pass_that_it_is_in() -> None:
 @pytest.mark.usefixtures("connected")
 @pytest.mark.parametrize("world", [2, 64])
 def test_a_comparison_is_two_requests_however_many_ranks_there_are(world: int) -> None:
-    store = dist.HashStore()
+    store = new_store()
     ranks = [Rank(store, number, world) for number in range(world)]
     assert run_together(ranks, [[takes(0, 12, ENDED)] for _ in ranks], min) == []
     asked = max((rank.connection.asked for rank in ranks), key=len)
@@ -144,7 +143,7 @@ def test_a_comparison_is_two_requests_however_many_ranks_there_are(world: int) -
 
 @pytest.mark.usefixtures("connected")
 def test_what_is_claimed_of_a_pass_goes_when_all_have_begun_the_one_after_the_next() -> None:
-    store = dist.HashStore()
+    store = new_store()
     ranks, counts = [Rank(store, number) for number in range(2)], []
     for epoch in range(50):
         program = [takes(epoch, 12, ENDED)]
@@ -163,10 +162,8 @@ def test_counts_thin_out() -> None:
 
 def test_a_pass_counts_as_far_as_it_had_come_when_the_next_took_its_second_batch() -> None:
     monitor, batches = PassMonitor(), [3, 0]
-    first, second = (
-        BegunPass(Word(0, epoch, "0", 0), lambda epoch=epoch: Progress(batches[epoch], batches[epoch]))
-        for epoch in range(2)
-    )
+    first = BegunPass(Word(0, 0, "0", 0), lambda: Progress(batches[0], batches[0]))
+    second = BegunPass(Word(0, 1, "0", 0), lambda: Progress(batches[1], batches[1]))
     monitor.add(first)
     monitor.add(second)
     seen = []
@@ -211,7 +208,7 @@ def test_it_waits_for_steps_that_take_long_too(step_s: float, waits_s: float, mo
     monkeypatch.setattr(ends, "perf_counter", lambda: next(times))
     monkeypatch.setattr(ends, "monotonic", lambda: sum(slept))
     monkeypatch.setattr(ends, "sleep", lambda _: slept.append(0.25))
-    Connection.current = Connection(dist.HashStore())
+    Connection.current = Connection(new_store())
     claims, waiting = Claims("loader", "ranks", 0, range(2)), Ends()
     for batches in (1, 2, 3):
         waiting.give_step(claims, "0.0", batches)
