@@ -29,7 +29,7 @@ from ddp_patch.orders.digest import number_of
 from ddp_patch.orders.orders import has_order, order_of
 from ddp_patch.orders.random_states import look, random_generators, seeded_anew, set_generator_state
 from ddp_patch.patching import patch_dataloader_to_ddp
-from ddp_patch.ranks.mailbox import unwatched
+from ddp_patch.ranks.claims import unwatched
 from ddp_patch.resume import loader_state, restore_loader
 from ddp_patch.sharding.saved_state import epoch_after
 from ddp_patch.sharding.state_text import from_text

@@ -1,17 +1,20 @@
 """Agree with the other ranks on how data is sharded: what they report, how it is judged, what follows."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import Any, TypeAlias
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import Content, first_differing
 from ddp_patch.loaders.facts import Claim, StreamFacts
@@ -20,8 +23,8 @@ from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import RandomGenerator, Seed, generator_state, loader_seed, set_generator_state
 from ddp_patch.positions_and_padding import Plan
+from ddp_patch.ranks.claims import Claims, agreed_claims, claims_of_explicit_world
 from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what
-from ddp_patch.ranks.mailbox import Mailbox, agreed_mailbox, mailbox_of_explicit_world
 from ddp_patch.ranks.world import World
 
 __all__ = ["ONE", "Agreed", "Subject", "agree", "failures_broadcast"]
@@ -33,6 +36,8 @@ AGREEING = "Agreeing on how data is sharded"
 ONE = "one"
 
 _numbers = count(1)
+# A name for each process group's store, which the first rank gives it.
+_nonces: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 # How many loaders without a seed these ranks have patched that had such a stream.
 _numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
 
@@ -46,16 +51,19 @@ class Agreed:
         options: What the user chose.
         seed: The seed of every epoch's order; the same on every rank.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
-        mailbox: Where ranks compare their passes over the loader; None if there are no others.
+        claims: Where ranks compare their passes over the loader; None if there are no others.
         place: Where the loader was patched, for errors.
+        why_in_common: Says why ranks may be given the same samples, though each should have its own; None where they
+            compare no samples.
     """
 
     world: World
     options: Options
     seed: Seed
     number: int = 0
-    mailbox: Mailbox | None = None
+    claims: Claims | None = None
     place: str = ""
+    why_in_common: Callable[[], str] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -147,7 +155,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     for found, decision in zip(generators, decisions, strict=True):
         for generator, state in zip(found, decision["generators"], strict=True):
             set_generator_state(generator, state)
-    return [_agreed(world, options, agreed_mailbox(members, decision["number"]), decision) for decision in decisions]
+    return [_agreed(world, options, agreed_claims(members, decision["token"]), decision) for decision in decisions]
 
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
@@ -155,15 +163,15 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
     agreed = []
     for subject in subjects:
         with error_context(subject.label):
-            mailbox = mailbox_of_explicit_world(world.rank, world.num_replicas, subject.compared)
-        agreed.append(_agreed(world, options, mailbox, {"seed": 0, "number": 0}))
+            claims = claims_of_explicit_world(world.rank, world.num_replicas, subject.compared)
+        agreed.append(_agreed(world, options, claims, {"seed": 0, "number": 0}))
     return agreed
 
 
-def _agreed(world: World, options: Options, mailbox: Mailbox | None, decision: Report) -> Agreed:
+def _agreed(world: World, options: Options, claims: Claims | None, decision: Report) -> Agreed:
     """Return an agreement: with the user's seed, if one was chosen."""
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
-    return Agreed(world, options, seed, decision["number"], mailbox)
+    return Agreed(world, options, seed, decision["number"], claims)
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
@@ -241,7 +249,10 @@ def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
         like = (*of_ranks, loader["stream"])
         _numbers_of_like[like] += 1
         seed = loader_seed(first["base_seed"], loader["stream"], _numbers_of_like[like])
-    return {"seed": seed, "generators": loader["generators"], "number": next(_numbers)}
+    # A process group that is made later may have the same store; then no claim of its is one of the first one's.
+    nonce = _nonces.setdefault(default_store(), uuid4().hex[:8])
+    number = next(_numbers)
+    return {"seed": seed, "generators": loader["generators"], "number": number, "token": f"{nonce}/{number}"}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from unittest.mock import patch
 
@@ -15,7 +16,8 @@ from ddp_patch.orders.chunks import State
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
 from ddp_patch.positions_and_padding import Batching, Plan
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.parts import Parts
+from ddp_patch.ranks.pass_facts import PassMonitor, Rules
 from ddp_patch.sharding.sampler_states import DatasetStates, SamplerStates
 from ddp_patch.sharding.saved_state import Position, States
 from ddp_patch.validation import as_index
@@ -39,11 +41,14 @@ class Passes(Generic[T]):
         batching: How the loader makes batches of its items.
         sampler_states: The objects whose generators are drawn from.
         facts: What identifies what is sharded, for a state.
+        rules: What holds where ranks compare passes.
+        why_in_common: As in ``Agreed``.
 
     Attributes:
         plan: Which positions of the stream are this rank's.
         batch_plan: The rank's share of each batch, where batches are divided; otherwise None.
         monitor: Compares the passes with the other ranks'.
+        slack: How many batches more one rank may have in a pass than another.
         batches_ahead: How many batches the loader's workers fetch before they are taken.
         epochs: Which epoch comes next.
         latest: The latest pass, if there was one since an epoch was set.
@@ -60,6 +65,8 @@ class Passes(Generic[T]):
         batching: Batching,
         sampler_states: SamplerStates | DatasetStates,
         facts: Mapping[str, object],
+        rules: Rules | None = None,
+        why_in_common: Callable[[], str] | None = None,
     ) -> None:
         self.name: str = name
         self.agreed: Agreed = agreed
@@ -67,8 +74,13 @@ class Passes(Generic[T]):
         self.sampler_states: SamplerStates | DatasetStates = sampler_states
         self.plan: Plan = agreed.plan
         self.batch_plan: Plan | None = agreed.batch_plan
-        self.monitor: PassMonitor = PassMonitor(agreed.mailbox, slack=int(self.plan.uneven == "keep"))
-        self.monitor.replicas = agreed.world.replicas
+        parts = None
+        if why_in_common is not None and agreed.claims is not None and agreed.claims.read_one_stream:
+            parts = Parts(self.described, why_in_common, replicas=agreed.world.replicas)
+        is_begun_by_all = agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1
+        rules = replace(rules or Rules(), name=self.described, is_begun_by_all=is_begun_by_all)
+        self.monitor: PassMonitor = PassMonitor(agreed.claims, rules, parts)
+        self.slack: int = int(self.plan.uneven == "keep")
         self.batches_ahead: int = 0
         self.epochs: EpochCounter = EpochCounter()
         self.latest: Pass[T] | None = None
@@ -121,9 +133,13 @@ class Passes(Generic[T]):
             readers: How many workers may each read a part, of which one rank may get an item more than another.
         """
         self._loader_name, self.batches_ahead = type(loader).__name__, batches_ahead
-        self.monitor.name_loader(f"{self._loader_name} {self.agreed.place}".rstrip(), readers)
+        self.slack *= readers
         if self.sampler_states.holds(loader.generator):
             self._shared_generator, self._keeps_workers = loader.generator, loader.persistent_workers
+
+    def described(self) -> str:
+        """Return what errors call the loader."""
+        return f"{self._loader_name} {self.agreed.place}".rstrip()
 
     def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a ``collate_fn`` with whose batches travels what workers note of them: here none do."""

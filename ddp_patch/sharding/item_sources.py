@@ -11,7 +11,7 @@ from ddp_patch.orders.chunks import Drawn, split_chunks
 from ddp_patch.orders.digest import END, Digest
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
-from ddp_patch.ranks.log import Marks
+from ddp_patch.ranks.pass_facts import Marks
 from ddp_patch.sharding.saved_state import NotedBatch, Position
 
 __all__ = ["Indexed", "ItemSource", "Nothing", "Streamed"]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
 from ddp_patch.positions_and_padding import Batching, Part, Schedule, Sizes, require_steps
-from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
-from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, PassMonitor, Progress, next_count
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import NotedBatch, Position, States
 
@@ -50,7 +49,7 @@ class WatchedPass:
         self.batches_delivered: int | None = None
         self.is_interleaved: bool = False
         self._monitor = monitor
-        self._logged: LoggedPass | None = None
+        self._logged: BegunPass | None = None
         self._next_comparison = 2
 
     def begin_log(self, epoch: int, begins_at: str, sketch: Sketch | None = None) -> None:
@@ -87,8 +86,8 @@ class WatchedPass:
 
     def note_samples(self, batch: Any) -> None:
         """Record the samples of a batch that the loop is about to be given."""
-        if self._logged is not None:
-            self._monitor.note_batch(batch, self._logged)
+        if self._logged is not None and self._monitor.parts is not None:
+            self._monitor.parts.note_batch(batch, self._logged.sketch)
 
     def lose_count(self) -> None:
         """Record that the loop is given batches after an error: nobody knows which."""
@@ -99,7 +98,7 @@ class WatchedPass:
         """Record that the loop was given an error of the loader's instead of a batch."""
         self.state = State.FAILED
         self._tell_log()
-        self._monitor.report()  # the others may not wait for this rank's next comparison
+        self._monitor.report(self._logged)  # the others may not wait for this rank's next comparison
 
     def end_loop(self) -> None:
         """Record that the loop was told of an end: of the pass, or before it, by an iterator of the user's.
@@ -115,6 +114,8 @@ class WatchedPass:
         if is_whole:
             if self._logged is not None and self._is_open_ended and self.batches_delivered is not None:
                 self._monitor.end_steps(self._logged, self.batches_delivered)
+            if self._logged is not None:
+                self._monitor.end_whole(self._logged)
             self.source.note_loop_end()
 
     @property
@@ -125,7 +126,16 @@ class WatchedPass:
     def progress(self) -> Progress:
         """Return how many batches the loop was given, and what is known of the pass."""
         given = self.batches_delivered or 0
-        return Progress(given, given, self.state, self._has_own_length)
+        return Progress(given, given, self.state, self._slack, self._drawn_by_all(given))
+
+    @property
+    def _slack(self) -> int | None:
+        """How many batches more one rank may have in it than another; None if each has its own number."""
+        return None if self._has_own_length else 0
+
+    def _drawn_by_all(self, batches: int) -> int | None:
+        """Return how many items all ranks have drawn after so many batches, at least; None if all of them."""
+        return None
 
     @property
     def _has_own_length(self) -> bool:
@@ -143,10 +153,10 @@ class WatchedPass:
     def _compare(self, *, at_end: bool = False) -> None:
         self._tell_log()
         self.source.require_one_order()
+        count = None if at_end else self._next_comparison
         if not at_end:
-            given = self._next_comparison if self.batches_delivered is None else self.batches_delivered
-            self._next_comparison = self._monitor.next_comparison(given)
-        self._monitor.compare(at_end=at_end)
+            self._next_comparison = next_count(max(self._next_comparison, self.batches_delivered or 0))
+        self._monitor.compare(self._logged, count)
 
     def _tell_log(self) -> None:
         """Tell the log how far this has come, where it no longer asks: another pass has begun since."""
@@ -305,7 +315,19 @@ class Pass(WatchedPass, Generic[T]):
         least = max(0, asked // passes.batching.size - passes.batches_ahead)
         if self.is_ended and not passes.batches_ahead and state is State.RUNNING:
             least, state = most, State.ENDED
-        return Progress(least, most, state, self._has_own_length)
+        return Progress(least, most, state, self._slack, self._drawn_by_all(least))
+
+    @property
+    def _slack(self) -> int | None:
+        return None if self._has_own_length else self._passes.slack
+
+    def _drawn_by_all(self, batches: int) -> int | None:
+        if not self.source.is_open_ended:  # all was drawn before the first item was given
+            return None
+        # Of several workers' parts each, items are counted in each.
+        readers = len(self.source.parts(self.skip)) if self.source.is_in_parts else 1
+        taken = self.skip + batches // readers * self._passes.batching.size
+        return self._passes.plan.num_replicas * max(0, taken - 1)
 
     @property
     def _is_whole(self) -> bool:

@@ -17,6 +17,7 @@ from ddp_patch.orders.orders import EpochOrder, has_computed_order, has_order, i
 from ddp_patch.orders.random_states import RandomGenerator, distributed_permutation, epoch_seed, look, random_generators
 from ddp_patch.positions_and_padding import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.pass_facts import Rules
 from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import Indexed, ItemSource, Nothing, Streamed
@@ -65,18 +66,21 @@ class SamplerPasses(Passes[T]):
         }
         states = SamplerStates(stream.samplers, agreed.seed, stream.name)
         facts["generators"] = states.given_generators
-        super().__init__(stream.name, wrapper, agreed, batching, states, facts)
+        # No sample is lost by passes over different epochs.
+        has_one_order = not shuffles and balancer is None and is_always_alike(stream.source)
+        rules = Rules(
+            has_one_order=has_one_order,
+            forgets_looks=has_one_order,
+            why_orders_differ=partial(_why_orders_differ, stream.name, balancer is not None),
+            held=stream.held_data,
+        )
+        super().__init__(stream.name, wrapper, agreed, batching, states, facts, rules, agreed.why_in_common)
         self.sampler: Iterable[T] = stream.source
         self.shuffles: bool = shuffles
         self._are_batches, self._balancer = are_batches, balancer
         self._gives_runs = agreed.options.gives_runs
-        if not shuffles and balancer is None and is_always_alike(self.sampler):
-            # No sample is lost by passes over different epochs.
-            self.monitor.has_one_order = self.monitor.forgets_looks = True
         self._is_one_shot = stream.is_one_shot
         self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
-        self.monitor.why_orders_differ = partial(_why_orders_differ, self.name, self._balancer is not None)
-        self.monitor.held = stream.held_data
         # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
         self._epochs_told = epochs_in(self.sampler)
         self._warned_of_length = self._has_told_of_adapting = False

@@ -19,7 +19,7 @@ from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.orders.digest import END
 from ddp_patch.positions_and_padding import Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.log import Marks
+from ddp_patch.ranks.pass_facts import Marks, Rules
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource, Nothing
 from ddp_patch.sharding.passes import Pass
@@ -127,12 +127,11 @@ class StreamPasses(Passes[None]):
             numbers = {"num_replicas": agreed.world.num_replicas, "num_workers": given.num_workers}
             facts |= {**numbers, "batch_size": given.batch_size or 1}
         states = DatasetStates(generators_only(given.dataset))
-        super().__init__(type(given.dataset).__name__, wrapper, agreed, given.batching, states, facts)
-        is_compared = not agreed.options.by_worker and agreed.mailbox is not None and agreed.mailbox.read_one_stream
-        if is_compared:
-            self.monitor.why_orders_differ = self._why_streams_differ
-        if agreed.options.by_worker:
-            self.monitor.why_in_common = partial(_why_parts_overlap, type(given.dataset).__name__)
+        name, claims = type(given.dataset).__name__, agreed.claims
+        is_compared = not agreed.options.by_worker and claims is not None and claims.read_one_stream
+        rules = Rules(why_orders_differ=self._why_streams_differ) if is_compared else Rules()
+        why_in_common = partial(_why_parts_overlap, name) if agreed.options.by_worker else None
+        super().__init__(name, wrapper, agreed, given.batching, states, facts, rules, why_in_common)
         self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=is_compared)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers = given.num_workers
@@ -411,7 +410,7 @@ class StreamSource(ItemSource[None]):
         if (found := self.workers_differ()) is not None:
             raise RankMismatchError(
                 f"{self._worker.name} is read in other orders by worker 0 and worker {found[1]} of one rank: they "
-                f"differ within the first {counted(found[0], 'item')}. {self._passes.monitor.why_orders_differ()}"
+                f"differ within the first {counted(found[0], 'item')}. {self._passes.monitor.rules.why_orders_differ()}"
             )
 
     @property
