@@ -325,9 +325,9 @@ class Pass(WatchedPass, Generic[T]):
         if not self.source.is_open_ended:  # all was drawn before the first item was given
             return None
         # Of several workers' parts each, items are counted in each.
-        readers = len(self.source.parts(self.skip)) if self.source.is_in_parts else 1
-        taken = self.skip + batches // readers * self._passes.batching.size
-        return self._passes.plan.num_replicas * max(0, taken - 1)
+        readers = len(self.source.parts(self.taken_before)) if self.source.is_in_parts else 1
+        taken = batches // readers * self._passes.batching.size
+        return self.taken_before + self._passes.plan.num_replicas * max(0, taken - 1)
 
     @property
     def _is_whole(self) -> bool:
