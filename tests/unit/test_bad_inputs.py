@@ -98,7 +98,6 @@ OPTIONS: dict[str, list[Any]] = {
     "num_replicas": [0, -1, None, *WHOLES],
     "timeout": [0, *SECONDS],
     "uneven": [None, 3, ["pad"], "padd"],
-    "order": [None, True, "x"],
 }
 
 
