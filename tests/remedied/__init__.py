@@ -57,6 +57,7 @@ UNMET = {
     "Look for the error of a rank that ended": _RANKS_END,
     "Look for what the missing ranks do instead": _RANKS_END,
     "Look for its error and start all ranks again": _RANKS_END,
+    "Look for the rank": "tests/ranks/test_store_fails_ranks.py has a store that fails",
     "Take the state a step earlier": "workers that take 10 s to report an end",
     "Begin the epoch again": "the same dataset with other items than before: test_parts_resume.py",
     "Pass callbacks=[PatchDataLoaders": "tests/integrations/test_lightning_resume.py, with Lightning",
