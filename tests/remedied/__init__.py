@@ -54,6 +54,7 @@ UNMET = {
     "Use a version that docs/compatibility": "of torch: test_missing.py takes names away",
     "Use a loader whose workers are processes": "test_seeds.py has threads; the patch refuses loaders that say so",
     "Use workers for one of them": "tests/unit/test_threads.py",
+    "Let __getitem__ depend on the index and the epoch alone": "tests/integrations/test_torchdata.py",
     "Look for the error of a rank that ended": _RANKS_END,
     "Look for what the missing ranks do instead": _RANKS_END,
     "Look for its error and start all ranks again": _RANKS_END,
