@@ -257,7 +257,11 @@ class OwnMethods:
                 CannotResumeWarning,
                 stacklevel=4,
             )
-        return begin_next_epoch(state) if passes.current is not None and passes.current.state is State.ENDED else state
+        return (
+            begin_next_epoch(state)
+            if passes.current is not None and passes.current.delivery.state is State.ENDED
+            else state
+        )
 
     def _state_for_lightning(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Return the loader's state; refuse one within an epoch if there is no len(): Lightning is a batch ahead."""
@@ -266,7 +270,7 @@ class OwnMethods:
         passes: Any = self._passes
         current: Any = None if passes is None else passes.current
         counts_here = current is not None and self._kind is type(loader)  # torchdata's counted what it has given
-        is_within = counts_here and current.batches_delivered and current.state is not State.ENDED
+        is_within = counts_here and current.delivery.batches and current.delivery.state is not State.ENDED
         if is_within and passes.items_left(current.start) is None:
             raise StateError(
                 f"The {type(loader).__name__} has no len(), so Lightning has fetched a batch ahead of the training "

@@ -111,7 +111,7 @@ def is_in_a_step(loader: DataLoader[Any]) -> bool:
     """Return whether a loader is patched, and a loop over it has begun and not ended."""
     sampler = sharded_by(loader)
     current = sampler.rank_passes.latest if isinstance(sampler, EpochSampler) else None
-    return current is not None and bool(current.batches_delivered) and current.state is not State.ENDED
+    return current is not None and bool(current.delivery.batches) and current.delivery.state is not State.ENDED
 
 
 def gather_this_step(outputs: Outputs, loader: DataLoader[Any], step: int) -> Outputs:

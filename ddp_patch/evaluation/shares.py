@@ -99,7 +99,7 @@ def share_of_step(facts: LoaderFacts[Any], step: int | None = None) -> RankShare
     number = batches_delivered(facts) - 1 if step is None else step
     if number < 0:
         raise Misfit("got no batch of the loader yet")
-    if current.state is State.ENDED and step is None:
+    if current.delivery.state is State.ENDED and step is None:
         raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
     schedule = current.schedule(facts.batching)
     if schedule.plan.uneven == "keep" and schedule.plan.num_replicas > 1:
@@ -116,12 +116,12 @@ def _latest_pass(operation: str, facts: LoaderFacts[Any]) -> tuple[Pass[Any], st
     current = passes.latest
     if current is None:
         raise Misfit("made no pass over the loader, and got no batch of it")
-    if current.is_interleaved:
+    if current.delivery.is_interleaved:
         raise Misfit(
             "used two iterators of the loader at once, so it is unknown which of them the outputs belong to; finish "
             "one before the next begins"
         )
-    begins = "" if current.begins_at == "0" else f" from {current.begins_at} on"
+    begins = f" from {current.taken_before} on" if current.taken_before else ""
     return current, f"{operation}() of patched loader {passes.agreed.number} for epoch {current.epoch}{begins}"
 
 

@@ -28,9 +28,10 @@ from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.ranks.packing import bytes_of
 from ddp_patch.ranks.pass_facts import PassMonitor
+from ddp_patch.sharding.delivery import Delivery, Items
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource
-from ddp_patch.sharding.passes import Pass, WatchedPass
+from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import NotedBatch
 from ddp_patch.walks import SCALARS, elements, plain_tensors
@@ -129,8 +130,9 @@ def batches_delivered(facts: LoaderFacts[Any]) -> int:
     current = passes.current
     if current is None or not current.batches(facts.batching):
         return 0
-    if current.batches_delivered is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
-        return current.batches_delivered
+    given = current.delivery.batches
+    if given is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
+        return given
     raise StateError(
         f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: its "
         "class has its own __iter__, which may fetch batches ahead; or the pass was made by another loader over the "
@@ -247,14 +249,14 @@ class CountedIterator(AroundIterator):
         if (current := self._pass) is None:
             return batch
         if self._has_failed:  # if the loader went on, some batch was skipped: nobody knows the position
-            current.lose_count()
+            current.delivery.lose_count()
         if self._notes_samples:
-            current.note_samples(batch)
-        current.deliver(note)
+            current.delivery.note_samples(batch)
+        current.delivery.add(note)
         if (latest := self._passes.latest) is None:
             self._passes.note_running(current)
         elif latest is not current:
-            latest.is_interleaved = True
+            latest.delivery.is_interleaved = True
         return batch
 
     def stop(self, reason: BaseException) -> None:
@@ -265,9 +267,9 @@ class CountedIterator(AroundIterator):
         if self._pass is None:
             return
         if has_ended and self._reaches_loop and not self._has_failed:
-            self._pass.end_loop()
+            self._pass.delivery.end()
         elif _is_failure(reason):
-            self._pass.fail()
+            self._pass.delivery.fail()
 
     def look_for_end(self) -> None:
         """Find the end if it comes next, though the loop has not asked for it."""
@@ -282,7 +284,7 @@ class CountedIterator(AroundIterator):
             return
         self._has_pass, self._pass = True, self._passes.latest
         if self._pass is not None and self._reaches_loop:
-            self._pass.begin_loop()
+            self._pass.delivery.begin_loop()
 
 
 class EmptyIterator(CountedIterator):
@@ -328,32 +330,32 @@ class WatchedIterator(AroundIterator):
     def begin(self) -> None:
         """Begin a pass, which counts as soon as a batch is asked for."""
         super().begin()
-        self._pass: WatchedPass | None = None
+        self._delivery: Delivery | None = None
 
     def __next__(self) -> Any:
-        if self._pass is None:
-            self._pass = WatchedPass(self._monitor, self._source)
+        if self._delivery is None:
+            self._delivery = Delivery(self._monitor, Items(self._source))
             if self._noted is None:
-                self._pass.begin_log(0, "0")
+                self._delivery.begin_pass(0, "0")
             else:
-                self._pass.begin_log(self._noted.epoch, "0", self._noted.sketch)
-            self._pass.begin_loop()
+                self._delivery.begin_pass(self._noted.epoch, "0", self._noted.sketch)
+            self._delivery.begin_loop()
         return super().__next__()
 
     def count(self, given: Any) -> Any:
         """Record that a batch is given, and return it."""
-        if self._pass is not None:
+        if self._delivery is not None:
             if self._noted is None:
-                self._pass.note_samples(given)
-            self._pass.deliver()
+                self._delivery.note_samples(given)
+            self._delivery.add()
         return given
 
     def stop(self, reason: BaseException) -> None:
         """Record that the loop sees the end, or an error instead of a batch."""
-        if self._pass is not None and is_end(reason):
-            self._pass.end_loop()
-        elif self._pass is not None and _is_failure(reason):
-            self._pass.fail()
+        if self._delivery is not None and is_end(reason):
+            self._delivery.end()
+        elif self._delivery is not None and _is_failure(reason):
+            self._delivery.fail()
 
 
 _NOTHING = object()
@@ -399,7 +401,7 @@ class RepeatedPasses(Iterator[Any]):
         if batch is _NOTHING:
             raise StopIteration
         current = self._passes.latest
-        if current is not None and current.batches_delivered == self._length and self._running is not None:
+        if current is not None and current.delivery.batches == self._length and self._running is not None:
             self._running.look_for_end()  # nobody will ask for it, and len() and states depend on it
         return batch
 

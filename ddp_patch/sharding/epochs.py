@@ -119,7 +119,7 @@ class Passes(Generic[T]):
     def require_fits(self, position: Position) -> None:
         """Raise StateError if what is drawn cannot have such a position."""
 
-    def note_length(self, current: Pass[T], length: int) -> None:
+    def note_length(self, start: Position, length: int) -> None:
         """Record how many items all ranks share in a pass, when it has found that."""
 
     # ---- the loader ----
@@ -167,10 +167,15 @@ class Passes(Generic[T]):
     def require_no_failure(self) -> None:
         """Raise StateError if the latest pass ended by an error, so that this rank alone would leave out its rest."""
         current = self.latest
-        if current is not None and current.state is State.FAILED and self.position is None and self.monitor.is_on:
+        if (
+            current is not None
+            and current.delivery.state is State.FAILED
+            and self.position is None
+            and self.monitor.is_on
+        ):
             raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
                 f"Iterating the {self._loader_name} again: its pass over epoch {current.epoch} ended by an error, "
-                f"raised in place of batch {current.batches_delivered or 0} (from 0). The script caught it, and a "
+                f"raised in place of batch {current.delivery.batches or 0} (from 0). The script caught it, and a "
                 "new pass would begin on this rank alone: the rest of its shard of that epoch would be lost, and "
                 "the ranks' steps would not match. Correct what raised the error, and let it end the training: all "
                 "ranks then resume from a checkpoint. Or tell the other ranks of it in that step, and call "
@@ -210,7 +215,7 @@ class Passes(Generic[T]):
         self.latest, self.position = current, None
         if self._counts_next:
             self._counts_next = False
-            current.begin_loop()
+            current.delivery.begin_loop()
 
     @contextmanager
     def counting(self, counts: bool = True) -> Iterator[None]:
@@ -255,7 +260,7 @@ class Passes(Generic[T]):
     def batches_into_pass(self) -> int:
         """How many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
         current = self.latest if self.has_one_iterator else None
-        return 0 if current is None or current.state is State.ENDED else current.batches(self.batching)
+        return 0 if current is None or current.delivery.state is State.ENDED else current.batches(self.batching)
 
     @contextmanager
     def keeping_sizes(self) -> Iterator[None]:
@@ -304,7 +309,7 @@ class Passes(Generic[T]):
             return Position(self.epochs.upcoming, states=self.snapshot(self.epochs.upcoming))
         if self.latest.is_ended:
             return self.latest.position_at_end(self.snapshot(self.epochs.upcoming))
-        return self.latest.position(self.latest.items_taken, self.batching)
+        return self.latest.position(self.latest.items.taken, self.batching)
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""

@@ -94,7 +94,7 @@ class SamplerPasses(Passes[T]):
         Where that was seen to draw nothing, it is not guarded again before a pass begins or ends, or an epoch is
         chosen: scripts ask in every step.
         """
-        now = (epoch, self.epochs.passes, None if self.latest is None else self.latest.drawn)
+        now = (epoch, self.epochs.passes, None if self.latest is None else self.latest.items.drawn)
         if self._counted_at == now:
             return len(cast(Any, self.sampler))
         with self._counting(epoch, random_generators(self.sampler_states.holders)) as was_moved:
@@ -212,9 +212,9 @@ class SamplerPasses(Passes[T]):
         if current is None or current.is_ended or (length := current.likely_length) is None:
             return
         share = self.plan.smallest_share(max(0, length - current.taken_before))
-        if not current.items_taken or current.batches(self.batching) < self.batching.count(share):
+        if not current.items.taken or current.batches(self.batching) < self.batching.count(share):
             return
-        if current.draw_rest(self.batching.size):
+        if current.items.draw_rest(self.batching.size):
             self.sampler_states.end(current.epoch)
 
     # ---- how a pass gets its items ----
@@ -311,11 +311,11 @@ class SamplerPasses(Passes[T]):
         is_arranged = self.shuffles or self._gives_runs
         return has_order(self.sampler) and not is_arranged
 
-    def note_length(self, current: Pass[T], length: int) -> None:
+    def note_length(self, start: Position, length: int) -> None:
         """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
 
         Args:
-            current: A pass whose end was found.
+            start: Where the pass began whose end was found.
             length: How many items the epoch has.
 
         Raises:
@@ -324,16 +324,16 @@ class SamplerPasses(Passes[T]):
         """
         if self._is_one_shot and not length and self.epochs.passes > 1:
             raise ExhaustedSamplerError(
-                f"Nothing is left for epoch {current.epoch}: the sampler is an iterator, which can be used only once. "
+                f"Nothing is left for epoch {start.epoch}: the sampler is an iterator, which can be used only once. "
                 "Give the loader something that can be iterated again (a list, or a sampler whose __iter__ starts "
                 "again)."
             )
-        if current.taken_before >= length + max(1, current.start.ranks, self.plan.num_replicas):  # else padding
+        if start.taken_of_all >= length + max(1, start.ranks, self.plan.num_replicas):  # else padding
             raise StateError(
-                f"The pass cannot resume from the state: {current.taken_before} items were taken in it, and the "
+                f"The pass cannot resume from the state: {start.taken_of_all} items were taken in it, and the "
                 f"sampler ended after {counted(length, 'item')}. Restore the state of a loader with this sampler."
             )
-        if self._warned_of_length or self._is_looked_up() or (told := self.length_if_any(current.epoch)) is None:
+        if self._warned_of_length or self._is_looked_up() or (told := self.length_if_any(start.epoch)) is None:
             return
         if told != length:
             self._warned_of_length = True

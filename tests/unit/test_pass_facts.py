@@ -241,15 +241,15 @@ def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes
     batches = iter(train)
     next(batches)
     one = train.sampler.rank_passes.latest
-    assert one.progress()[:3] == (1, 1, RUNNING)
+    assert one.delivery.progress()[:3] == (1, 1, RUNNING)
     dataset.may_end.set()
     while one.source.lengths_found() == [None]:  # the test's time limit ends it
         time.sleep(0.001)
-    assert one.progress()[:3] == (1, 1, RUNNING)
+    assert one.delivery.progress()[:3] == (1, 1, RUNNING)
     if takes_all:
         assert len(list(batches)) == 1
     del batches
-    assert one.progress()[:3] == ((2, 2, ENDED) if takes_all else (1, 1, RUNNING))
+    assert one.delivery.progress()[:3] == ((2, 2, ENDED) if takes_all else (1, 1, RUNNING))
 
 
 def test_who_asks_for_a_state_changes_nothing() -> None:

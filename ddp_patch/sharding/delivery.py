@@ -1,0 +1,176 @@
+"""What the training loop was given of a pass: batches, an end, an error; and what the ranks compare of it."""
+
+from typing import Any
+
+from ddp_patch.loaders.overlap import Sketch
+from ddp_patch.orders.chunks import State
+from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, PassMonitor, Progress, next_count
+from ddp_patch.sharding.item_sources import ItemSource
+from ddp_patch.sharding.saved_state import NotedBatch
+
+__all__ = ["Delivery", "Items"]
+
+# What a dataset holds is looked at after each of so many first batches, and at the end: reading may change it.
+_READS = 2
+
+
+class Items:
+    """What is known of the items of a pass. Nothing is, where a loader is sharded already.
+
+    Args:
+        source: Where they come from.
+
+    Attributes:
+        source: As given.
+    """
+
+    def __init__(self, source: ItemSource[Any]) -> None:
+        self.source: ItemSource[Any] = source
+
+    def slack(self) -> int:
+        """Return how many batches more one rank may have than another."""
+        return 0
+
+    def drawn_by_all(self, batches: int) -> int | None:
+        """Return how many items all ranks have drawn after so many batches, at least; None if all of them."""
+        return None
+
+    def are_all_in(self, batches: int | None) -> bool:
+        """Return whether so many batches have all items; None if nobody counts batches."""
+        return True
+
+    def asked_for(self, state: State) -> tuple[int, int, State]:
+        """Return how many batches were asked for, at least and at most, and what is known where nobody counts them."""
+        return 0, 0, state
+
+
+class Delivery:
+    """What the training loop was given of a pass, and what the ranks compare of that.
+
+    The iterator around torch's tells it of each batch, of the end, and of an error.
+
+    Args:
+        monitor: Compares the passes over the loader.
+        items: What is known of the pass's items.
+
+    Attributes:
+        state: What the loop has seen of the pass: RUNNING; LEFT, when it was told of an end that is none; ENDED; or
+            FAILED, when it was given an error of the loader's instead of a batch, and nothing since.
+        batches: How many batches the loop was given, without those that workers fetched ahead; None if nobody counts
+            them.
+        is_interleaved: Whether an iterator of an earlier pass gave batches while this was the latest one.
+        next_comparison: After how many batches the ranks are compared.
+    """
+
+    def __init__(self, monitor: PassMonitor, items: Items) -> None:
+        self.state: State = State.RUNNING
+        self.batches: int | None = None
+        self.is_interleaved: bool = False
+        self.next_comparison: int = 2
+        self._items, self._source = items, items.source
+        self._monitor = monitor
+        self._logged: BegunPass | None = None
+
+    def begin_pass(self, epoch: int, begins_at: str, sketch: Sketch | None = None) -> None:
+        """Record that the pass begins: over which epoch, where in it, and with which notes of its sampler, if any."""
+        self._logged = self._monitor.begin(epoch, begins_at, self.progress, self._source.marks, sketch)
+
+    def begin_loop(self) -> None:
+        """Record that a loop begins to take batches, which are counted."""
+        self.batches = 0
+        if self.state is State.FAILED:
+            self.state = State.RUNNING
+
+    def add(self, note: NotedBatch | None = None) -> None:
+        """Record that the loop was given a batch, and what the worker that made it noted. It is called in each step."""
+        if note is not None:
+            self._source.keep(note._replace(batch=None))
+        if self.batches is None:
+            return
+        self.batches = delivered = self.batches + 1
+        if delivered == 1:
+            self._source.note_first_batch()
+        if (logged := self._logged) is None:
+            return
+        if logged.is_told:
+            self._tell_log()
+        if delivered <= MORE_THAN_A_LOOK:
+            self._monitor.goes_on(logged)
+        if delivered <= _READS:
+            self._monitor.note_read(logged)
+        if self._is_open_ended:
+            self._monitor.give_step(logged, delivered)
+        if delivered >= self.next_comparison:
+            self.compare()
+
+    def note_samples(self, batch: Any) -> None:
+        """Record the samples of a batch that the loop is about to be given."""
+        if self._logged is not None and self._monitor.parts is not None:
+            self._monitor.parts.note_batch(batch, self._logged.sketch)
+
+    def lose_count(self) -> None:
+        """Record that the loop is given batches after an error: nobody knows which."""
+        self.state, self.batches = State.RUNNING, None
+        self._tell_log()
+
+    def fail(self) -> None:
+        """Record that the loop was given an error of the loader's instead of a batch."""
+        self.state = State.FAILED
+        self._tell_log()
+        self._monitor.report(self._logged)  # the others may not wait for this rank's next comparison
+
+    def end(self) -> None:
+        """Record that the loop was told of an end: of the pass, or before it, by an iterator of the user's.
+
+        Raises:
+            RankMismatchError: As ``PassMonitor.compare``.
+        """
+        is_whole = self._items.are_all_in(self.batches)
+        self.state = State.ENDED if is_whole else State.LEFT
+        if is_whole and self._logged is not None:
+            self._monitor.note_read(self._logged)
+        self.compare(at_end=True)
+        if is_whole:
+            if self._logged is not None and self._is_open_ended and self.batches is not None:
+                self._monitor.end_steps(self._logged, self.batches)
+            if self._logged is not None:
+                self._monitor.end_whole(self._logged)
+            self._source.note_loop_end()
+
+    def progress(self) -> Progress:
+        """Return how many batches the loop was given, and what is known of the pass."""
+        given, state = self.batches, self.state
+        least, most, state = (given, given, state) if given is not None else self._items.asked_for(state)
+        slack = None if self._has_own_length else self._items.slack()
+        return Progress(least, most, state, slack, self._items.drawn_by_all(least))
+
+    @property
+    def _has_own_length(self) -> bool:
+        """Whether other ranks may have more or fewer batches in it.
+
+        Where nobody counts them, more is asked of workers than there is, once they have come to the end.
+        """
+        return self._source.has_own_length or (self._source.is_endless and self.batches is None)
+
+    @property
+    def _is_open_ended(self) -> bool:
+        """Whether another rank's stream may be longer, and no rank know it before the end."""
+        return self._source.is_open_ended and not self._has_own_length
+
+    def compare(self, *, at_end: bool = False) -> None:
+        """Compare the pass with the other ranks'.
+
+        Raises:
+            RankMismatchError: As ``PassMonitor.compare``.
+        """
+        self._tell_log()
+        self._source.require_one_order()
+        count = None if at_end else self.next_comparison
+        if not at_end:
+            self.next_comparison = next_count(max(self.next_comparison, self.batches or 0))
+        self._monitor.compare(self._logged, count)
+
+    def _tell_log(self) -> None:
+        """Tell the log how far this has come, where it no longer asks: another pass has begun since."""
+        if self._logged is not None and self._logged.is_told:
+            self._logged.tell(self.progress())
