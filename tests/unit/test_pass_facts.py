@@ -259,6 +259,6 @@ def test_who_asks_for_a_state_changes_nothing() -> None:
     batches = iter(loader)
     next(batches)
     latest: Any = sampler.rank_passes.latest
-    before = latest.progress()
+    before = latest.delivery.progress()
     assert loader_state(loader, batches_done=1)["taken"] == [6]
-    assert latest.progress() == before
+    assert latest.delivery.progress() == before
