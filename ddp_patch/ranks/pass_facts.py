@@ -516,8 +516,7 @@ class PassMonitor:
             elif count is not None:
                 self._say(begun, count, begun.said(count))
             if self.parts is not None:
-                is_due = count is None or not count & (count - 1)
-                self.parts.compare(self.claims, begun.number, begun.sketch, is_due, self._raise)
+                self.parts.compare(self.claims, begun.number, begun.sketch, count, self._raise)
         self.ends.all_begun = self.claims.hear()
         self.claims.forget_passes(self.ends.all_begun - 2)
 
