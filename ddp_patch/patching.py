@@ -114,8 +114,8 @@ def patch_dataloader_to_ddp(
 
     After this call, ranks meet only in ``restore_loader``, in gathering and in weighing by ``weight_of``; and in steps
     with ``share="by_worker"``. Else they compare, through the process group's store, their passes over all loaders:
-    epochs, numbers of batches, and what they drew. They wait for that only at the end of a stream of unknown length:
-    3 s, or two steps if these take longer.
+    epochs, numbers of batches, and what they drew. They wait for that only at the end of a stream of unknown length
+    (3 s, or two steps if these take longer), and of a pass that others have not begun (10 s for each loader).
 
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which

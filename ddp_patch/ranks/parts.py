@@ -123,10 +123,10 @@ class Parts:
         if shuffles and first == before:
             self._warn(
                 "one order",
-                f"pass {number} over it has the same order as the one before. It shuffles by its set_epoch(), which "
-                "was not called between them: if each epoch should have another order, call loader.sampler."
-                "set_epoch(epoch) before each; or give patch_dataloader_to_ddp() the loader as for one process, with "
-                "shuffle=True and without that sampler. If one order is right, as for validation, ignore this",
+                f"pass {number} over it has the same order as the one before, because nobody called the set_epoch() by "
+                "which its sampler shuffles. Call loader.sampler.set_epoch(epoch) before each epoch; or give "
+                "patch_dataloader_to_ddp() the loader as for one process, with shuffle=True and without that sampler. "
+                "If one order is right, as for validation, ignore this PartsWarning.",
             )
 
     def _compare_all(self, claims: Claims, number: int, mine: list[int], tell: Callable[[str], object]) -> None:
@@ -148,10 +148,10 @@ class Parts:
                 self._warn(
                     "in common",
                     f"of {len({*mine})} samples of {ranks_text([claims.rank])} that were looked at, {common} are also "
-                    f"{ranks_text([rank])}'s. Either ranks are given each other's samples: {self._why()} Or samples "
-                    "come again on purpose: drawn with replacement, from resampled shards, or to be augmented. To "
-                    "tell which, count how often each comes in an epoch of all ranks: if that is as you mean it, "
-                    "ignore this",
+                    f"{ranks_text([rank])}'s. That may be on purpose, where samples are drawn with replacement, come "
+                    "from resampled shards, or are repeated to be augmented; or others are lost. How often each comes "
+                    "in an epoch of all ranks shows which. If it is on purpose, ignore this PartsWarning. Otherwise: "
+                    f"{self._why()}",
                 )
 
     def _tell(self, tell: Callable[[str], object], rank: int, seen: int, whose: str, common: int | None = None) -> None:
@@ -165,7 +165,7 @@ class Parts:
         """Warn of something, once."""
         if what not in self._warned:
             self._warned.add(what)
-            warnings.warn(f"Iterating the {self._name()}: {text} PartsWarning.", PartsWarning, stacklevel=2)
+            warnings.warn(f"Iterating the {self._name()}: {text}", PartsWarning, stacklevel=2)
 
 
 def _read(text: str | None, number: int) -> list[int]:
