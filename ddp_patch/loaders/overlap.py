@@ -36,6 +36,7 @@ class Sketch:
     Attributes:
         seen: How many came, but for the last.
         added: How often.
+        order: A hash of all that came, in order.
         batches: The first ones, as they came.
 
     Examples:
@@ -52,6 +53,7 @@ class Sketch:
     def __init__(self, most: int = 256) -> None:
         self.seen: int = 0
         self.added: int = 0
+        self.order: int = 0
         self.batches: list[Sequence[int]] = []
         self._most, self._largest = most, _MASK
         self._counts = Counter[int]()
@@ -60,6 +62,7 @@ class Sketch:
     def add(self, hashes: Sequence[int]) -> None:
         """Add what comes next: a batch, or an item."""
         self.added += 1
+        self.order = hash((self.order, *hashes))  # of whole numbers, the same in every process
         if self.seen < self._most:
             self.batches.append(hashes)
         self._counts.update([one for one in self._last if one <= self._largest])  # after a while, few are small enough

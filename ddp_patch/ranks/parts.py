@@ -1,8 +1,8 @@
 """What ranks were given where each has a part of the data: nobody should have another rank's.
 
-Certain is that nobody splits, where two ranks, or two workers of one, were given the same first samples in the same
-order; and that indices were given twice, where torch's own sampler splits. All else that parts have in common is likely
-at most: who draws with replacement, or repeats samples on purpose, does the same.
+Certain is that nobody splits, where two ranks, or two workers of one, were given the same samples of a whole pass in
+the same order; and that indices were given twice, where torch's own sampler splits. All else that parts have in common
+is likely at most: who draws with replacement, or repeats samples on purpose, does the same.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from ddp_patch.errors import PartsWarning
 from ddp_patch.loaders.overlap import Sketch, common_items, is_more_than_padding, row_hashes
 from ddp_patch.ranks.claims import Claims
-from ddp_patch.ranks.exchange import digest, ranks_text
+from ddp_patch.ranks.exchange import ranks_text
 
 __all__ = ["Parts"]
 
@@ -60,7 +60,7 @@ class Parts:
         self._is_padded = is_padded
         self._turn = 0
         self._sketch: Sketch | None = None  # of the latest pass that began
-        self._first: dict[int, list[int]] = {}  # the first samples of the latest two passes, by number
+        self._before = -1, 0  # the number of the latest pass that is over, and its order
         self._in_common: dict[tuple[int, int], int] = {}  # how many samples are, by pass and rank
         self._warned: set[str] = set()
 
@@ -94,33 +94,29 @@ class Parts:
         """
         if sketch is None or not claims.read_one_stream:
             return
-        first = [*chain.from_iterable(sketch.batches)][:_SAMPLES]
-        is_whole = count is None or len(first) == _SAMPLES
-        if is_whole and number not in self._first:
-            self._compare_first(claims, number, sketch, first, tell)
+        if count is None:
+            self._compare_order(claims, number, sketch, tell)
         if count is None and not self._is_padded:
             sketch.add(())
         if count is None or not count & (count - 1):
             self._compare_all(claims, number, sketch.hashes, tell)
 
-    def _compare_first(
-        self, claims: Claims, number: int, sketch: Sketch, first: list[int], tell: Callable[[str], object]
-    ) -> None:
-        """Compare the first samples of a pass in their order: all ranks', this rank's workers', the pass's before."""
+    def _compare_order(self, claims: Claims, number: int, sketch: Sketch, tell: Callable[[str], object]) -> None:
+        """Compare the samples of a pass in their order: all ranks', this rank's workers', the pass's before."""
         *_, shuffles, workers = self._kind
-        before = self._first.get(number - 1)
-        self._first = {one: self._first[one] for one in self._first if one == number - 1} | {number: first}
-        if len(first) < _FEWEST:
+        noted, before, self._before = sum(map(len, sketch.batches)), self._before, (number, sketch.order)
+        if noted < _FEWEST:
             return
-        whose = claims.claim(f"{number}/first/{digest(first)}", f"{claims.rank}")
+        whose = claims.claim(f"{number}/order/{sketch.order:x}", f"{claims.rank}")
         if whose.isdecimal() and int(whose) not in {claims.rank, *self._replicas}:
-            self._tell(tell, claims.rank, len(first), f"{ranks_text([int(whose)])}'s, in the same order")
+            self._tell(tell, claims.rank, noted, f"{ranks_text([int(whose)])}'s, in the same order")
         of_workers = [[*chain.from_iterable(sketch.batches[worker::workers])] for worker in range(workers)]
         least = min(map(len, of_workers))
-        if workers > 1 and least >= _FEWEST and of_workers[0][:least] == of_workers[1][:least]:
+        is_all = noted <= _SAMPLES
+        if is_all and workers > 1 and least >= _FEWEST and of_workers[0][:least] == of_workers[1][:least]:
             text = f"those of worker 0 are also worker 1's on {ranks_text([claims.rank])}, in the same order"
             tell(f"Iterating the {self._name()}: of 2 x {least} samples that were looked at, {text}. {self._why()}")
-        if shuffles and first == before:
+        if shuffles and before == (number - 1, sketch.order):
             self._warn(
                 "one order",
                 f"pass {number} over it has the same order as the one before, because nobody called the set_epoch() by "
@@ -150,8 +146,8 @@ class Parts:
                     f"of {len({*mine})} samples of {ranks_text([claims.rank])} that were looked at, {common} are also "
                     f"{ranks_text([rank])}'s. That may be on purpose, where samples are drawn with replacement, come "
                     "from resampled shards, or are repeated to be augmented; or others are lost. How often each comes "
-                    "in an epoch of all ranks shows which. If it is on purpose, ignore this PartsWarning. Otherwise: "
-                    f"{self._why()}",
+                    f"in an epoch of all ranks shows which. {self._why()} If it is on purpose, ignore this "
+                    "PartsWarning.",
                 )
 
     def _tell(self, tell: Callable[[str], object], rank: int, seen: int, whose: str, common: int | None = None) -> None:
