@@ -1,4 +1,4 @@
-"""What ranks ask of the store, and how many bytes travel: on 2 to 64 ranks, which are threads with one real store.
+"""What ranks ask of the store, and how many bytes travel: on 2 to 128 ranks, which are threads with one real store.
 
 Run it with ``nox -s many_ranks``; ``docs/benchmarks.md`` holds its table. An operation is a function of the rank that
 each thread calls; ``counted`` counts what it asks for on a world of some ranks.
@@ -29,16 +29,15 @@ from ddp_patch.evaluation.shares import share_of_step
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import Digest
-from ddp_patch.ranks import mailbox, pass_monitor
+from ddp_patch.ranks import agreement, claims, pass_facts
 from ddp_patch.ranks.agreement import Subject, agree
+from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.exchange import exchange
-from ddp_patch.ranks.log import Progress
-from ddp_patch.ranks.mailbox import Mailbox
-from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.pass_facts import PassMonitor, Progress, Rules, State, next_count
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.batches import patched_facts
 
-WORLDS = (2, 4, 8, 16, 32, 64)
+WORLDS = (2, 4, 8, 16, 32, 64, 128)
 TIMEOUT_S = 120.0
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 # What the thread that runs is: its rank, the number of ranks, and its store.
@@ -118,23 +117,66 @@ def shuffled(count: int) -> Callable[[int], Sequence[Sampler[int]]]:
     return lambda rank: [RandomSampler(range(1000)) for _ in range(count)]
 
 
-def comparing(steps: int) -> Callable[[int], object]:
-    """Return the operation of comparing a pass of so many steps, of which some are compared."""
-    kept = threading.local()
+class Passing:
+    """A rank that makes passes of so many steps over a loader, of which some are compared.
 
-    def operation(rank: int) -> object:
-        if not hasattr(kept, "monitor"):
-            key = f"passes/{HERE.world}"
-            kept.monitor = PassMonitor(Mailbox(key, key, rank, range(HERE.world)))
-            kept.given, kept.digest = 0, Digest()
-            kept.monitor.begin(0, "0", lambda: Progress(kept.given, kept.given), lambda: kept.digest.marks)
-            kept.given = 1
-        for _ in range(steps):
-            kept.given += 1
-            kept.digest.add(range(10 * kept.given))
-        return kept.monitor.compare()
+    Args:
+        rank: Its number.
+    """
 
-    return operation
+    def __init__(self, rank: int) -> None:
+        key = f"passes/{HERE.world}"
+        rules = Rules(is_begun_by_all=True)
+        self.monitor = PassMonitor(Claims(key, key, rank, range(HERE.world)), rules)
+        self.given, self.state, self.digest, self.passes = 0, State.RUNNING, Digest(), 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self.given, self.state, self.digest = 0, State.RUNNING, Digest()
+        self.begun = self.monitor.begin(self.passes, "0", self.progress, lambda: self.digest.marks)
+        self.passes += 1
+
+    def progress(self) -> Progress:
+        """Return how far it has come."""
+        return Progress(self.given, self.given, self.state, 0, self.given)
+
+    def steps(self, count: int) -> None:
+        """Make so many steps, and compare after the last."""
+        for _ in range(count):
+            self.given += 1
+            self.digest.add(range(10 * self.given))
+        self.monitor.compare(self.begun, next_count(self.given - 1))
+
+    def end(self) -> None:
+        """Come to the end, and begin the next pass."""
+        self.state = State.ENDED
+        self.monitor.compare(self.begun)
+        self.begin()
+        self.steps(2)
+
+
+_passing = threading.local()
+
+
+def passing(rank: int) -> Passing:
+    """Return what this thread's rank passes over, in the pass that it is in."""
+    if getattr(_passing, "of", None) != (HERE.world, id(HERE.store)):
+        _passing.of, _passing.made = (HERE.world, id(HERE.store)), Passing(rank)
+        _passing.made.steps(2)
+    made: Passing = _passing.made
+    return made
+
+
+def comparing(rank: int) -> None:
+    """Compare after some steps more."""
+    made = passing(rank)
+    made.steps(next_count(made.given) - made.given)
+
+
+def ending(rank: int) -> None:
+    """Come to a pass's end, and to the first comparison of the next."""
+    passing(rank).end()
 
 
 def meeting(rank: int) -> object:
@@ -169,7 +211,8 @@ def gathering(world: int, rows: int = 64, steps: int = 20) -> float:
 
 
 OPERATIONS: dict[str, Callable[[int], object]] = {
-    "compare a pass": comparing(32),
+    "compare a pass": comparing,
+    "end a pass, begin the next": ending,
     "make the group, once": meeting,
     "agree on 1 loader": agreeing(shuffled(1)),
     "agree on 8 loaders": agreeing(shuffled(8)),
@@ -211,7 +254,8 @@ def main() -> None:
     dist.get_rank = lambda *_: HERE.rank
     dist.get_world_size = lambda *_: HERE.world
     dist.is_initialized = lambda: True
-    mailbox.default_store = pass_monitor.default_store = lambda: HERE.store
+    for module in (agreement, claims, pass_facts):
+        module.default_store = lambda: HERE.store  # type: ignore[attr-defined]  # as they import it
     distributed_c10d._get_default_store = lambda: HERE.store
     head = ["", "on a rank", *(f"W = {world}" for world in WORLDS), "formula"]
     rows = [row for name, operation in OPERATIONS.items() for row in rows_of(name, operation)]

@@ -29,6 +29,7 @@ with the command that shows that section.
         ├── AssumedShardedWarning        a map-style dataset with a rank in it counts as sharded
         ├── CannotResumeWarning          a checkpoint is saved without a loader's position
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
+        ├── PartsWarning                 parts of the data have samples in common, or one order in all epochs
         ├── PartialPassWarning           other ranks have not begun a pass that this one was given whole
         ├── StreamLengthWarning          a len() is wrong: a sampler's, or a loader's after the patch
         ├── StreamOrderWarning           the ranks cannot compare in which order they read
@@ -57,6 +58,7 @@ __all__ = [
     "NotPatchedError",
     "OutputsError",
     "PartialPassWarning",
+    "PartsWarning",
     "RankMismatchError",
     "RanksFailedError",
     "SamplerError",
@@ -241,6 +243,10 @@ class StreamOrderWarning(DDPPatchWarning):
 
 class UnpatchedLoaderWarning(DDPPatchWarning):
     """A loader of which a patched copy was returned is iterated itself, so this rank gets all of its data."""
+
+
+class PartsWarning(DDPPatchWarning):
+    """Ranks that have a part of the data each are given samples in common, or one order in all epochs."""
 
 
 class PartialPassWarning(DDPPatchWarning):

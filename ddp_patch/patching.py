@@ -12,7 +12,7 @@ from typing import Any, Protocol, SupportsIndex, TypeVar, Unpack, cast, overload
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ddp_patch.compat.private_packages import ACCELERATE_PREPARED, gather_in_accelerate, repeats_over_ranks
 from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators
@@ -114,8 +114,8 @@ def patch_dataloader_to_ddp(
 
     After this call, ranks meet only in ``restore_loader``, in gathering and in weighing by ``weight_of``; and in steps
     with ``share="by_worker"``. Else they compare, through the process group's store, their passes over all loaders:
-    epochs, numbers of batches, and what they drew. They wait for that only at the end of a stream of unknown length:
-    3 s, or two steps if these take longer.
+    epochs, numbers of batches, and what they drew. They wait for that only at the end of a stream of unknown length
+    (3 s, or two steps if these take longer), and of a pass that others have not begun (10 s for each loader).
 
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which
@@ -192,7 +192,7 @@ def patch_dataloader_to_ddp(
         MissingRanksError: A rank did not arrive in time.
 
     Examples:
-        >>> from torch.utils.data import BatchSampler, DataLoader
+        >>> from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
         >>> loader = DataLoader(range(10), batch_size=2)
         >>> for rank in range(2):
         ...     patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)
@@ -408,7 +408,16 @@ def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> 
     knows_all, parts = any(sampler is by for sampler in samplers_within(facts.iterated)), None
     if claims.read_one_stream and not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):
         why = partial(_why_parts_overlap, by_name)
-        parts = Parts(rules.name, why, knows_all=knows_all, replicas=agreed.world.replicas)
+        shuffles = getattr(by, "shuffle", False) is True and callable(getattr(by, "set_epoch", None))
+        parts = Parts(
+            rules.name,
+            why,
+            replicas=agreed.world.replicas,
+            knows_all=knows_all,
+            is_torchs=knows_all and type(by) is DistributedSampler,
+            shuffles=knows_all and shuffles,
+            workers=max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1,
+        )
     clone = place(loader)
     monitor = PassMonitor(claims, rules, parts)
     OwnMethods(clone, None, monitor=monitor, data=data_of(facts.dataset) if knows_all else "")

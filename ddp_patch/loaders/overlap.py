@@ -13,7 +13,7 @@ import torch
 from ddp_patch.loaders.samples import epochs_in
 from ddp_patch.orders.digest import number_or_zero
 
-__all__ = ["NotedIndices", "Sketch", "are_no_chance", "common_items", "row_hashes"]
+__all__ = ["NotedIndices", "Sketch", "common_items", "is_more_than_padding", "row_hashes"]
 
 
 # So many bytes of a sample's array are looked at, evenly spread.
@@ -23,8 +23,6 @@ _SCALARS = (str, bytes, int, float, bool, np.generic)
 
 # Hashes have 32 bits. Products with an odd number leave different indices different.
 _ODD, _MASK = 0x9E3779B1, 2**32 - 1
-# An item that is drawn more often counts so often.
-_OFTEN = 3
 
 
 class Sketch:
@@ -34,6 +32,12 @@ class Sketch:
 
     Args:
         most: How many hashes are kept.
+
+    Attributes:
+        seen: How many came, but for the last.
+        added: How often.
+        order: A hash of all that came, in order.
+        batches: The first ones, as they came.
 
     Examples:
         >>> sketch = Sketch(most=2)
@@ -48,12 +52,19 @@ class Sketch:
 
     def __init__(self, most: int = 256) -> None:
         self.seen: int = 0
+        self.added: int = 0
+        self.order: int = 0
+        self.batches: list[Sequence[int]] = []
         self._most, self._largest = most, _MASK
         self._counts = Counter[int]()
         self._last: Sequence[int] = ()
 
     def add(self, hashes: Sequence[int]) -> None:
         """Add what comes next: a batch, or an item."""
+        self.added += 1
+        self.order = hash((self.order, *hashes))  # of whole numbers, the same in every process
+        if self.seen < self._most:
+            self.batches.append(hashes)
         self._counts.update([one for one in self._last if one <= self._largest])  # after a while, few are small enough
         if len(self._counts) >= 2 * self._most:
             kept = nsmallest(self._most, self._counts)
@@ -63,9 +74,8 @@ class Sketch:
 
     @property
     def hashes(self) -> list[int]:
-        """The hashes in order, each as often as it came, but at most three times."""
-        kept = nsmallest(self._most, self._counts)
-        return [one for one in kept for _ in range(min(self._counts[one], _OFTEN))]
+        """The hashes in order."""
+        return nsmallest(self._most, self._counts)
 
 
 class NotedIndices:
@@ -110,39 +120,28 @@ class NotedIndices:
         return getattr(self._wrapped, name)
 
 
-def common_items(mine: Sequence[int], theirs: Sequence[int]) -> tuple[int, int]:
-    """Return how many items two ranks have in common, and how many of either are repeated within its own part.
-
-    Args:
-        mine: Hashes of one rank's.
-        theirs: Hashes of the other's.
+def common_items(mine: Sequence[int], theirs: Sequence[int]) -> int:
+    """Return how many items two ranks have in common, by the hashes of both.
 
     Examples:
-        >>> common_items([1, 2, 3, 4], [5, 6, 7, 1]), common_items([1, 2, 2, 4], [3, 4, 1, 4])
-        ((1, 0), (2, 2))
+        >>> common_items([1, 2, 3, 4], [5, 6, 7, 1])
+        1
     """
-    ours, others = set(mine), set(theirs)
-    return len(ours & others), len(mine) - len(ours) + len(theirs) - len(others)
+    return len({*mine} & {*theirs})
 
 
-def are_no_chance(common: int, repeats: int, of: int = 0) -> bool:
-    """Return whether so many items are hardly the same by chance, nor by padding.
-
-    Of parts that are drawn with replacement, or from data with duplicates, two items that are the same are as likely
-    within one rank's part as on two ranks.
+def is_more_than_padding(common: int, of: int = 0) -> bool:
+    """Return whether so many items in common are more than padding.
 
     Args:
         common: How many are the same.
-        repeats: How many of either rank are repeated within its own part.
         of: How many all are, if these show all of a part: one in 16 may be padding, as of each length of a sampler's.
 
     Examples:
-        >>> are_no_chance(12, 0), are_no_chance(9, 0), are_no_chance(29, 10), are_no_chance(220, 60)
-        (True, False, False, True)
-        >>> are_no_chance(26, 0, of=256), are_no_chance(27, 0, of=256)
-        (False, True)
+        >>> is_more_than_padding(12), is_more_than_padding(9), is_more_than_padding(26, of=256)
+        (True, False, False)
     """
-    return common > 10 + 2 * repeats + of // 16
+    return common > 10 + of // 16
 
 
 def row_hashes(batch: Any, most: int) -> list[int]:

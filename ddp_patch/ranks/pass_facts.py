@@ -165,7 +165,8 @@ class BegunPass:
         """Return what is said of it after so many batches, or where it was over."""
         given, marks = self.progress(), self.marks()
         items = None if given.state is State.ENDED else given.items
-        at = END if items is None else max((at for at in marks if at <= items), default=END)
+        # Of an order that is drawn as a whole, the last one, wherever it was made.
+        at = next(reversed(marks), END) if items is None else max((at for at in marks if at <= items), default=END)
         return self.word._replace(
             slack=None if self.word.slack is None else given.slack,
             batches=given.most if count is None else count,
@@ -516,8 +517,7 @@ class PassMonitor:
             elif count is not None:
                 self._say(begun, count, begun.said(count))
             if self.parts is not None:
-                is_due = count is None or not count & (count - 1)
-                self.parts.compare(self.claims, begun.number, begun.sketch, is_due, self._raise)
+                self.parts.compare(self.claims, begun.number, begun.sketch, count, self._raise)
         self.ends.all_begun = self.claims.hear()
         self.claims.forget_passes(self.ends.all_begun - 2)
 

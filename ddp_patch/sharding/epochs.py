@@ -43,6 +43,7 @@ class Passes(Generic[T]):
         facts: What identifies what is sharded, for a state.
         rules: What holds where ranks compare passes.
         why_in_common: As in ``Agreed``.
+        workers: As in ``Parts``.
 
     Attributes:
         plan: Which positions of the stream are this rank's.
@@ -67,6 +68,7 @@ class Passes(Generic[T]):
         facts: Mapping[str, object],
         rules: Rules | None = None,
         why_in_common: Callable[[], str] | None = None,
+        workers: int = 1,
     ) -> None:
         self.name: str = name
         self.agreed: Agreed = agreed
@@ -76,7 +78,13 @@ class Passes(Generic[T]):
         self.batch_plan: Plan | None = agreed.batch_plan
         parts = None
         if why_in_common is not None and agreed.claims is not None and agreed.claims.read_one_stream:
-            parts = Parts(self.described, why_in_common, replicas=agreed.world.replicas)
+            parts = Parts(
+                self.described,
+                why_in_common,
+                replicas=agreed.world.replicas,
+                workers=workers,
+                is_padded=not agreed.options.by_worker,
+            )
         is_begun_by_all = agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1
         rules = replace(rules or Rules(), name=self.described, is_begun_by_all=is_begun_by_all)
         self.monitor: PassMonitor = PassMonitor(agreed.claims, rules, parts)

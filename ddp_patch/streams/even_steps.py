@@ -178,6 +178,8 @@ def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str
         return
     doing = f"Iterating the {name} over epoch {epoch}"
     members, uneven = agreed.world.peer_ranks(doing), agreed.options.uneven
+    if (claims := passes.monitor.claims) is not None:
+        claims.hear()  # a rank that has found something does not come
     if own.failure is not None:
         refuse(members, doing, own.failure)
         own.raise_failure()

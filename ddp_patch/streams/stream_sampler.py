@@ -131,7 +131,9 @@ class StreamPasses(Passes[None]):
         is_compared = not agreed.options.by_worker and claims is not None and claims.read_one_stream
         rules = Rules(why_orders_differ=self._why_streams_differ) if is_compared else Rules()
         why_in_common = partial(_why_parts_overlap, name) if agreed.options.by_worker else None
-        super().__init__(name, wrapper, agreed, given.batching, states, facts, rules, why_in_common)
+        super().__init__(
+            name, wrapper, agreed, given.batching, states, facts, rules, why_in_common, max(1, given.num_workers)
+        )
         self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=is_compared)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers = given.num_workers

@@ -14,7 +14,7 @@ from zoo import Indices
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.facts import claim_of, data_of, look_at
-from ddp_patch.loaders.overlap import NotedIndices, are_no_chance, common_items
+from ddp_patch.loaders.overlap import NotedIndices, common_items, is_more_than_padding
 from ddp_patch.ranks.agreement import require_alike, require_all_shares
 
 
@@ -47,7 +47,7 @@ def told(make: Callable[[int, int], DataLoader[Any]], ranks: int, batches: int |
         assert len(list(islice(noted, batches))) == len(list(islice(noted, batches)))
         sketches.append(noted.sketch.hashes)
     pairs = [(mine, common_items(mine, theirs)) for mine, theirs in permutations(sketches, 2)]
-    return max(found[0] * are_no_chance(*found, of=len(mine)) for mine, found in pairs)
+    return max(found * is_more_than_padding(found, of=len(mine)) for mine, found in pairs)
 
 
 def over(draw: Callable[[int, int], Iterable[Any]], n: int, *, in_batches: bool = False, length: int = 8) -> Any:
@@ -85,8 +85,6 @@ HONEST: dict[str, tuple[Callable[[int, int], Iterable[Any]], int, bool]] = {
     "runs": (lambda r, w: range(r * 37 // w, (r + 1) * 37 // w), 37, False),
     "shuffled alike": (lambda r, w: np.random.default_rng(5).permutation(30_000)[r::w].tolist(), 30_000, False),
     "few samples": (lambda r, w: [r % 2], 2, False),
-    "with replacement": (lambda r, w: np.random.default_rng(5).integers(500, size=500)[r::w].tolist(), 500, False),
-    "few samples drawn often": (lambda r, w: np.random.default_rng(r).integers(20, size=4000).tolist(), 4000, False),
     "lengths of their own, each padded": (by_lengths, 2000, False),
     "names": (lambda r, w: [f"{i}.jpg" for i in range(r, 37, w)], 37, False),
     "tensors": (lambda r, w: [torch.tensor([i, i + 1]) for i in range(2 * r, 36, 2 * w)], 37, True),
@@ -113,6 +111,8 @@ FAULTY: dict[str, tuple[Callable[[int, int], Iterable[Any]], int, bool]] = {
     "all, each in its own": (lambda r, w: torch.randperm(37).tolist(), 37, False),
     "slices of orders that each rank's own states draw": (by_states(1000), 1000, False),
     "slices of many samples": (by_states(30_000), 30_000, False),
+    "with replacement": (lambda r, w: np.random.default_rng(5).integers(500, size=2000)[r::w].tolist(), 2000, False),
+    "few samples drawn often": (lambda r, w: np.random.default_rng(r).integers(20, size=4000).tolist(), 4000, False),
     "overlapping runs": (lambda r, w: range(max(0, r * 400 // w - 40), (r + 1) * 400 // w), 400, False),
     "batches, each in its own order": (lambda r, w: torch.randperm(36).reshape(-1, 4).tolist(), 36, True),
 }

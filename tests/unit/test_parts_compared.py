@@ -1,0 +1,98 @@
+"""What ranks are told of parts of the data that each has: what is certain, what is likely, and what is no fault."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from claiming import Connection, connected, new_store
+
+from ddp_patch.errors import PartsWarning, RankMismatchError
+from ddp_patch.ranks.claims import Claims
+from ddp_patch.ranks.parts import Parts
+
+__all__ = ["connected"]
+
+pytestmark = pytest.mark.usefixtures("connected")
+
+
+class Reader:
+    """A rank that reads its part of the data, in batches of four."""
+
+    def __init__(self, store: Any, rank: int, **how: Any) -> None:
+        Connection.current = self.connection = Connection(store)
+        self.claims = Claims("loader", "ranks", rank, range(3))
+        self.parts, self.passes = Parts(lambda: "DataLoader", lambda: "Why.", **how), 0
+
+    def reads(self, items: Any) -> None:
+        Connection.current = self.connection
+        sketch = self.parts.sketch(None)
+        for start in range(0, len(items), 4):
+            self.parts.note_batch(torch.tensor(items[start : start + 4]), sketch)
+        self.parts.compare(self.claims, self.passes, sketch, None, self.tell)
+        self.passes += 1
+
+    def tell(self, text: str) -> None:
+        raise RankMismatchError(text)
+
+
+def readers(**how: Any) -> list[Reader]:
+    store = new_store()
+    return [Reader(store, rank, **how) for rank in range(3)]
+
+
+def shuffled(items: Any, seed: int = 0) -> list[int]:
+    return random.Random(seed).sample(items, len(items))
+
+
+def test_the_same_samples_in_one_order_are_certain_also_on_ranks_that_are_no_neighbours() -> None:
+    _, one, other = readers()
+    one.reads(range(40, 80))
+    with pytest.raises(RankMismatchError, match=r"of 40 samples of rank 2 .* 40 are also rank 1's, in the same order"):
+        other.reads(range(40, 80))
+
+
+def test_samples_that_come_again_in_another_order_are_likely_and_told_once() -> None:
+    one, other, _ = readers()
+    one.reads(range(40))
+    with pytest.warns(PartsWarning, match="are also rank 0's. That may be on purpose, .* Why. If it is on purpose"):
+        other.reads(shuffled(range(40)))
+    one.reads(range(40))
+    other.reads(shuffled(range(40), 1))  # warnings are errors in tests
+
+
+def test_indices_that_torchs_sampler_gave_twice_are_certain_beyond_padding() -> None:
+    one, other, _ = readers(knows_all=True, is_torchs=True)
+    one.reads(range(40))
+    other.reads([*range(40, 72), *range(8)])
+    one.reads(range(40))
+    with pytest.raises(RankMismatchError, match="are also rank 0's, though each rank should have a part of its own"):
+        other.reads(shuffled(range(60)))
+
+
+def test_ranks_that_replicate_each_other_and_few_samples_are_alike() -> None:
+    one, other, _ = readers(replicas=(0, 1))
+    one.reads(range(40))
+    other.reads(range(40))
+    for each in readers():
+        each.reads(range(9))
+
+
+def test_workers_that_all_read_the_same_are_told() -> None:
+    (one, *_) = readers(workers=2)
+    batches = [[*range(start, start + 4)] for start in range(0, 40, 4)]
+    with pytest.raises(RankMismatchError, match="those of worker 0 are also worker 1's on rank 0, in the same order"):
+        one.reads([item for batch in batches for item in batch * 2])
+    (one, *_) = readers(workers=2)
+    one.reads(range(40))
+
+
+def test_one_order_in_two_passes_is_told_where_a_sampler_shuffles() -> None:
+    (one, *_) = readers(shuffles=True)
+    one.reads(shuffled(range(40)))
+    with pytest.warns(PartsWarning, match="pass 1 over it has the same order as the one before"):
+        one.reads(shuffled(range(40)))
+    one.reads(shuffled(range(40)))  # once
+    for same in (readers(shuffles=False)[0], readers(shuffles=True)[0]):
+        same.reads(shuffled(range(40), 1))
+        same.reads(shuffled(range(40), 2 if same.parts._kind[2] else 1))
