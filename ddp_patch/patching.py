@@ -19,8 +19,9 @@ from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
+from ddp_patch.loaders.columns import Column
 from ddp_patch.loaders.copying import METHODS, copy_loader, notice_if_iterated
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, data_of, held_for_workers, look_at
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, data_digest, data_of, held_for_workers, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import (
     error_context,
@@ -31,7 +32,7 @@ from ddp_patch.loaders.recognition import (
     tell_if_assumed,
 )
 from ddp_patch.loaders.samples import iterated_by, length_of
-from ddp_patch.options import Layout, Options, Order, Share, Uneven
+from ddp_patch.options import Fingerprint, Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.pass_monitor import PassMonitor
@@ -70,6 +71,7 @@ class PatchOptions(SharingOptions, total=False):
 
     share: Share
     cost: Cost | CostValues | None
+    fingerprint: Fingerprint
 
 
 @overload
@@ -97,6 +99,7 @@ def patch_dataloader_to_ddp(
     device_mesh: DeviceMesh | None = None,
     order: Order = "auto",
     layout: Layout = "interleaved",
+    fingerprint: Fingerprint = "auto",
     process_group: dist.ProcessGroup | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
@@ -154,14 +157,17 @@ def patch_dataloader_to_ddp(
             ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in tensor, context or pipeline parallelism get
             the same batches. A dimension with an unusual name is an error; then pass the sub-mesh of all that shard,
             such as ``mesh["node", "part"]``.
-        order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
-            whatever the ranks' own seeds. ``"auto"`` does the same, and raises if the ranks' datasets hold other
-            samples. With ``"leader"``, rank 0 draws each epoch for all and sends it.
+        order: How all ranks get the same order. ``"auto"`` and ``"seeded"`` derive each epoch's order from (seed,
+            epoch), whatever the ranks' own seeds. With ``"leader"``, rank 0 draws each epoch for all and sends it.
             A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
             From then on it draws what it would in one process.
         layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
             run of them, at most one item longer than another rank's. Then each rank draws all of an epoch at its
             beginning.
+        fingerprint: What identifies the data, so that ranks know that they have the same. ``"auto"`` compares data in
+            memory that have one element for each sample. A function of ``loader.dataset`` returns it otherwise: texts,
+            numbers, bytes, paths, arrays, or lists of these, such as ``lambda dataset: dataset.version``. Ranks compare
+            it at the patch, and whenever a pass begins, so it should be quick. None compares no data.
         process_group: The group whose ranks shard the data. Default: all ranks.
         rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
             other.
@@ -205,6 +211,7 @@ def patch_dataloader_to_ddp(
         >>> train, val = patch_dataloader_to_ddp((loader, DataLoader(range(4))), rank=1, num_replicas=2)
         >>> [batch.tolist() for batch in val]
         [[1], [3]]
+        >>> patched = patch_dataloader_to_ddp(loader, rank=1, num_replicas=2, fingerprint=lambda dataset: dataset[-1])
     """
     given = {name: value for name, value in locals().items() if name not in {"loader", "unknown"}}
     where, chosen = split_options("patch_dataloader_to_ddp", given | unknown, PatchOptions)
@@ -309,13 +316,34 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         # Ranks of an explicit world compare nothing, and of a patched loader they have compared all.
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
         claim = None if is_believed else claim_of(facts)
-        return Subject(facts.described, None, facts.made_for, place, claim)
+        compared, columns = _data_compared(facts, options, world) if claim is not None else ({}, ())
+        return Subject({**facts.described, **compared}, None, facts.made_for, place, claim, columns=columns)
     compared = {**facts.described, **({"cost": "none"} if options.costs is None else options.costs.described)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
     if options.order == "leader":  # whoever fetches further ahead would wait for others that never come
         compared["batches fetched ahead"] = facts.batches_ahead
     held = held_for_workers(facts) if splits_itself else {}
-    return Subject(compared, facts.stream, facts.made_for, place, held=held)
+    by_user, columns = _data_compared(facts, options, world)
+    return Subject({**compared, **by_user}, facts.stream, facts.made_for, place, held=held, columns=columns)
+
+
+def _data_compared(
+    facts: LoaderFacts[Any], options: Options, world: World
+) -> tuple[Mapping[str, object], Sequence[Column]]:
+    """Return by what ranks know at the patch that their data are the same: what the user says, or columns."""
+    if world.share_of_rank is None or not facts.has_all_data:
+        return {}, ()
+    if callable(options.fingerprint):
+        return {"fingerprint of its data": data_digest(facts.dataset, options.fingerprint, ())}, ()
+    return {}, facts.stream.columns if options.fingerprint == "auto" else ()
+
+
+def _compare_data(monitor: PassMonitor, facts: LoaderFacts[Any], agreed: Agreed) -> None:
+    """Let ranks compare their data when passes begin."""
+    by = agreed.options.fingerprint
+    if facts.has_all_data and (callable(by) or agreed.columns):
+        monitor.data_digest = lambda: data_digest(facts.dataset, by, agreed.columns)
+        monitor.data_named = "what fingerprint= returns" if callable(by) else " or ".join(agreed.columns)
 
 
 def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
@@ -331,6 +359,7 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
     readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
     passes = sharded.rank_passes
     passes.note_loader(facts.loader, facts.batches_ahead, readers)
+    _compare_data(passes.monitor, facts, agreed)
     # Where batches are divided, each may have padding, which repeats another rank's samples.
     has_indices = facts.unit is not ShardedUnit.ITERABLE and not agreed.options.divides_batches
     if has_indices and (held := next(streams_in(facts.dataset), None)) is not None:
@@ -406,6 +435,7 @@ def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> 
     monitor.only_warns_of_lengths = getattr(by, "is_ddp_aware", None) is True
     monitor.forgets_looks = True
     monitor.replicas = agreed.world.replicas
+    _compare_data(monitor, facts, agreed)
     monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
     monitor.why_orders_differ = partial(_why_parts_are_uneven, type(by).__name__)
     if not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):

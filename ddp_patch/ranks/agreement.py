@@ -1,5 +1,6 @@
 """Agree with the other ranks on how data is sharded: what they report, how it is judged, what follows."""
 
+import warnings
 from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +14,10 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import InvalidOptionError, LeaderError, RankMismatchError
-from ddp_patch.loaders.contents import Content, first_differing
+from ddp_patch.errors import InvalidOptionError, LeaderError, RankMismatchError, RankMismatchWarning
+from ddp_patch.loaders.columns import Column, Verdict, compared
 from ddp_patch.loaders.facts import Claim, StreamFacts
+from ddp_patch.loaders.parts_held import first_differing
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
@@ -53,6 +55,7 @@ class Agreed:
         number: The number of this agreement, counted on the first rank. It identifies the loader.
         mailbox: Where ranks compare their passes over the loader; None if there are no others.
         place: Where the loader was patched, for errors.
+        columns: Which columns of the dataset the ranks compare when passes begin, by name.
     """
 
     world: World
@@ -61,6 +64,7 @@ class Agreed:
     number: int = 0
     mailbox: Mailbox | None = None
     place: str = ""
+    columns: Sequence[str] = ()
 
     @property
     def plan(self) -> Plan:
@@ -145,6 +149,7 @@ class Subject:
         label: Its name among several loaders; empty for a single one.
         claim: What it shows of being sharded already; None if it is not, or was compared before.
         held: Which lists its dataset holds, such as files, where that splits itself over all ranks' workers.
+        columns: What the ranks compare of its dataset; none where they do not.
     """
 
     compared: Mapping[str, object]
@@ -153,6 +158,7 @@ class Subject:
     label: str = ""
     claim: Claim | None = None
     held: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    columns: Sequence[Column] = ()
 
 
 # What a rank reports of all its loaders, or of one; what the first rank decides on one. As JSON has it.
@@ -176,6 +182,9 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         MissingRanksError: A rank did not arrive in time.
         InvalidOptionError: An option needs ranks that communicate.
         WorldError: An explicit world has more shares than the process group has ranks.
+
+    Warns:
+        RankMismatchWarning: Data differ that do not tell samples apart; on the first rank.
     """
     if world.share_of_rank is None:
         return _agree_alone(world, options, subjects)
@@ -190,12 +199,15 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         # Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
         "base_seed": torch.initial_seed() if len(members) == dist.get_world_size() else 0,
         "share": world.rank,
-        "loaders": [_report(options, *each, is_first) for each in zip(subjects, generators, strict=True)],
+        "loaders": [_report(*each, is_first) for each in zip(subjects, generators, strict=True)],
     }
     decisions = exchange(members, AGREEING, report, judge_reports, options.timeout)
     for found, decision in zip(generators, decisions, strict=True):
         for generator, state in zip(found, decision["generators"], strict=True):
             set_generator_state(generator, state)
+    for decision in decisions if is_first else ():
+        if decision["likely"]:
+            warnings.warn(decision["likely"], RankMismatchWarning, stacklevel=4)
     return [_agreed(world, options, agreed_mailbox(members, decision["number"]), decision) for decision in decisions]
 
 
@@ -210,7 +222,7 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
     for subject in subjects:
         with error_context(subject.label):
             mailbox = mailbox_of_explicit_world(world.rank, world.num_replicas, subject.compared)
-        agreed.append(_agreed(world, options, mailbox, {"seed": 0, "number": 0}))
+        agreed.append(_agreed(world, options, mailbox, {"seed": 0, "number": 0, "columns": ()}))
     return agreed
 
 
@@ -219,7 +231,7 @@ def _agreed(world: World, options: Options, mailbox: Mailbox | None, decision: R
     if options.order == "auto":
         options = replace(options, order="seeded")
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
-    return Agreed(world, options, seed, decision["number"], mailbox)
+    return Agreed(world, options, seed, decision["number"], mailbox, columns=decision["columns"])
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
@@ -227,25 +239,22 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
     shares = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
     return {name: getattr(options, name) for name in ("share", "uneven", "order", "layout")} | {
         "seed": "default" if options.seed is None else options.seed,
+        "fingerprint": "a function" if callable(options.fingerprint) else options.fingerprint,
         "shares": shares if len(members) <= FEW else fingerprint([shares]),
     }
 
 
-def _report(options: Options, subject: Subject, generators: Sequence[RandomGenerator], is_first: bool) -> Report:
+def _report(subject: Subject, generators: Sequence[RandomGenerator], is_first: bool) -> Report:
     """Return what a rank reports of one loader.
 
-    It has fingerprints of the samples that the dataset holds, and of what distinguishes the stream from others; and the
+    It has what tells of the data that the dataset holds, and of what distinguishes the stream from others; and the
     first rank's states of the user's generators.
     """
     stream = subject.stream
-    samples: Sequence[Any] = ()
-    if options.order in {"auto", "leader"}:
-        claimed = () if subject.claim is None else subject.claim.get("samples", ())
-        samples = claimed if stream is None else stream.samples
     return {
         "label": subject.label,
         "compared": {**subject.compared, "generators": len(generators)},
-        "samples": samples,
+        "columns": subject.columns,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [*map(generator_state, generators)] if is_first else [],
         "made_for": subject.made_for,
@@ -264,11 +273,12 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
     require_same(AGREEING, {rank: report["alike"] for rank, report in reported.items()})
     by_loader = zip(*(report["loaders"] for report in reported.values()), strict=True)
     loaders = [(of_ranks[0]["label"], dict(zip(reported, of_ranks, strict=True))) for of_ranks in by_loader]
+    verdicts = []
     for label, of_ranks in loaders:
         with error_context(label):
             lengths = {rank: one["compared"].get("dataset length") for rank, one in of_ranks.items()}
-            samples = {rank: [Content(*told) for told in one["samples"]] for rank, one in of_ranks.items()}
-            require_same_samples(samples, lengths)
+            columns = {rank: [Column(*told) for told in one["columns"]] for rank, one in of_ranks.items()}
+            verdicts.append(require_same_data(columns, lengths))
     facts: dict[int, dict[str, object]] = {rank: {} for rank in reported}
     for label, of_ranks in loaders:
         differing = first_differing({rank: loader["held"] for rank, loader in of_ranks.items()})
@@ -280,7 +290,10 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
     for label, of_ranks in loaders:
         with error_context(label):
             _require_that_fit(shares, first["common"], of_ranks)
-    return [_decide(first, of_ranks) for _, of_ranks in loaders]
+    return [
+        {**_decide(first, of_ranks), "columns": verdict.kept, "likely": likely_text(label, verdict)}
+        for (label, of_ranks), verdict in zip(loaders, verdicts, strict=True)
+    ]
 
 
 def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mapping[int, Report]) -> None:
@@ -333,36 +346,43 @@ def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
     )
 
 
-def require_same_samples(
-    reported: Mapping[int, Sequence[Content]], lengths: Mapping[int, object] | None = None
-) -> None:
-    """Raise unless the ranks' datasets hold the same samples, as far as all ranks know.
-
-    Attributes of datasets may hold other things than samples, such as random numbers. So one that identifies the
-    samples, and is the same on all ranks, proves that the samples are.
+def require_same_data(reported: Mapping[int, Sequence[Column]], lengths: Mapping[int, object] | None = None) -> Verdict:
+    """Return what the columns of the ranks' datasets say; raise if those differ that tell samples apart.
 
     Args:
         reported: What each rank reports about its dataset.
         lengths: How many samples each rank says that it has.
     """
-    named = {rank: {content.name: content for content in contents} for rank, contents in reported.items()}
-    common = [name for name in next(iter(named.values())) if all(name in contents for contents in named.values())]
-    differing = [name for name in common if len({contents[name].fingerprint for contents in named.values()}) > 1]
-    held = {name for name in common if all(contents[name].is_held for contents in named.values())}
-    if any(all(contents[name].identifies for contents in named.values()) for name in held.difference(differing)):
-        differing = [name for name in differing if name not in held]
-    if not differing:
-        return
-    prints = {rank: tuple(contents[name].fingerprint for name in differing) for rank, contents in named.items()}
+    verdict = compared(reported)
+    if not verdict.certain:
+        return verdict
+    prints = {
+        rank: tuple(column.digest for column in columns if column.name in verdict.certain)
+        for rank, columns in reported.items()
+    }
     of_length = by_value(lengths or {})
     found = "samples at the same indices" if len(of_length) < 2 else f"lengths ({who_has_what(of_length)})"
     raise RankMismatchError(
         f"{AGREEING}: the datasets of {parties_text(by_value(prints))} have different {found}: they differ in "
-        f"{', '.join(differing)}. Each rank would take a shard of its own part only, and the rest would be lost. Patch "
-        "a loader of the whole dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with "
-        "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to "
-        "have its own part, leave out a DistributedSampler, and say is_ddp_aware = True in the dataset's class: its "
-        "loader is left as it is. If only the content differs, order='seeded' does not compare it."
+        f"{', '.join(verdict.certain)}. Each rank would take a shard of its own part only, and the rest would be lost. "
+        "Patch a loader of the whole dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and "
+        "with random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank "
+        "to have its own part, leave out a DistributedSampler, and say is_ddp_aware = True in the dataset's class: its "
+        "loader is left as it is. If these may differ, pass fingerprint= a function of the dataset that returns what "
+        "names its samples, or fingerprint=None to compare no data."
+    )
+
+
+def likely_text(label: str, verdict: Verdict) -> str:
+    """Return what is said of columns that differ and do not tell samples apart; nothing if there are none."""
+    if not verdict.likely:
+        return ""
+    return (
+        f"{label + ': ' if label else ''}{AGREEING}: the ranks' datasets differ in {', '.join(verdict.likely)}, which "
+        "does not tell samples apart, and nothing that does is the same on all ranks. Either each rank may have its "
+        "own (noise, a cache), and nothing is lost; or the ranks have other samples at the same indices, and samples "
+        "are lost. Pass fingerprint= a function of the dataset that returns what names its samples, such as its files, "
+        "to know which: if these differ, that is an error. Pass fingerprint=None if nothing is lost."
     )
 
 

@@ -4,13 +4,14 @@ Passes are numbered, looks apart. A pass is left when the next one takes its sec
 position cuts off may have any length.
 
 Ranks are fast and slow, and nobody waits. So a rule holds however old the other rank's record is: what it says of a
-pass can only grow. Two ranks' logs contradict each other by five rules; ``n`` is the number of a pass.
+pass can only grow. Two ranks' logs contradict each other by six rules; ``n`` is the number of a pass.
 
     (a) Pass n has one epoch and one beginning on all ranks.
     (b) Where two ranks have come as far in pass n, they have the same digest.
     (c) A pass that one rank has left, or that has ended there, is not longer on another.
     (d) Looks, of at most one batch, do not count if an epoch is chosen after them, or if they move no order.
     (e) When pass n began, all ranks had made equally many passes over their other loaders.
+    (f) When pass n began, the columns by which all ranks know their data were the same.
 """
 
 import json
@@ -34,6 +35,7 @@ __all__ = [
     "Progress",
     "Record",
     "State",
+    "have_other_numbers",
     "mismatch_text",
     "record_of",
     "rule_broken",
@@ -42,7 +44,7 @@ __all__ = [
 ]
 
 # The version of what ranks leave each other.
-VERSION = 7
+VERSION = 8
 
 _A_LOOK = 1  # batch
 # A pass that was struck as a look counts again when it is given a batch, up to so many; then it is struck no more.
@@ -63,7 +65,7 @@ class Entry(NamedTuple):
     state: State
     is_own: bool
     held: str = ""
-    mark: tuple[int, int] | None = None  # the last one, and where it was made
+    mark: tuple[int, int, int] | None = None  # where the last one was made, of names and of numbers
     sketch: tuple[int, ...] = ()
 
 
@@ -119,7 +121,8 @@ class LoggedPass:
         others: How many passes this rank had made over its other loaders when it began; None if that is its own.
         sketch: What it was given, where each rank has a part of the data and the ranks compare these; else None.
         is_own: Whether its length is this rank's own, in any case: a restored position may have cut it off.
-        held: A hash of what the user has changed in the dataset since the patch, as it was when the pass began.
+        held: A digest of the data when it began; empty if nobody compares that, or nothing was there to compare.
+        number_marks: Tells the digests of the numbers in what it draws, where names alone say what it is.
         is_told: Whether it no longer asks.
         is_left: Whether the next pass is made, so that nothing more is told of it.
     """
@@ -132,6 +135,7 @@ class LoggedPass:
     sketch: Sketch | None = None
     is_own: bool = False
     held: str = ""
+    number_marks: Marks = dict
     is_told: bool = False
     is_left: bool = False
 
@@ -161,22 +165,23 @@ class LoggedPass:
         """Return it as others are told of it, as pass ``number``."""
         given = self.progress()
         batches = given.least if given.state is State.RUNNING else given.most
-        name, mark = (number, self.epoch, self.begins_at, self.others), next(reversed(self.marks().items()), None)
+        name, last = (number, self.epoch, self.begins_at, self.others), next(reversed(self.marks().items()), None)
+        mark = None if last is None else (*last, self.number_marks().get(last[0], 0))
         hashes = () if self.sketch is None else tuple(self.sketch.hashes)
         return Entry(*name, batches, given.state, given.is_own or self.is_own, self.held, mark, hashes)
 
 
 # ---- what contradicts what ----
 
-Rule: TypeAlias = Literal["passes", "others", "order", "length", "held"]
+Rule: TypeAlias = Literal["passes", "others", "held", "order", "length", "numbers"]
 
 
 class Difference(NamedTuple):
     """How two ranks' logs contradict each other.
 
     Attributes:
-        rule: What differs: (a) ``passes``, (e) ``others``, (b) ``order`` or (c) ``length``; or what datasets have
-            ``held``: whoever finds that asks what they hold.
+        rule: What differs: (a) ``passes``, (e) ``others``, (f) what datasets ``held``, (b) ``order`` or (c) ``length``;
+            or ``numbers`` of items alone, which breaks no rule.
         mine: This rank's pass.
         theirs: The other rank's.
     """
@@ -206,11 +211,21 @@ def rule_broken(own: Entry, other: Entry, marks: Marks, slack: int, *, has_one_o
         return "passes"
     if None not in {own.others, other.others} and own.others != other.others:
         return "others"
+    if own.held and other.held and own.held != other.held:
+        return "held"
     if other.mark is not None:
-        count, value = other.mark
+        count, value, _ = other.mark
         if marks().get(count, value) != value:
             return "order"
     return "length" if _is_outgrown(own, other, slack) or _is_outgrown(other, own, slack) else None
+
+
+def have_other_numbers(other: Entry, number_marks: Marks) -> bool:
+    """Return whether another rank's items differ from this one's in their numbers alone, as far as both have come."""
+    if other.mark is None:
+        return False
+    count, _, value = other.mark
+    return number_marks().get(count, value) != value
 
 
 def _is_outgrown(behind: Entry, further: Entry, slack: int) -> bool:
@@ -270,13 +285,17 @@ def mismatch_text(name: str, ranks: tuple[int, int], found: Difference, why: str
             f"loaders: {mine.others} on {here}; {theirs.others} on {there}"
         )
         remedy = "Iterate each patched loader on every rank; or, on one rank, the loader that was not patched."
+    elif rule == "numbers":
+        seen = f"in epoch {mine.epoch}, {here} and {there} read items of the same names and with other numbers"
+        remedy = why
     else:
         seen = f"in epoch {mine.epoch}, the datasets of {here} and {there} differ at the same indices, in {why}"
         remedy = (
-            "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files. If only the "
-            "content differs, order='seeded' does not compare it."
+            "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files. If these may "
+            "differ, pass fingerprint= a function of the dataset that returns what names its samples, or "
+            "fingerprint=None to compare no data."
         )
-    lost = "" if rule == "order" else ", so samples would be lost"  # which ``why`` says
+    lost = "" if rule in {"order", "numbers"} else ", so samples would be lost"  # which ``why`` says
     return f"Iterating the {name}: {seen}{lost}. {remedy}"
 
 

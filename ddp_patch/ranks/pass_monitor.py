@@ -1,6 +1,5 @@
 """Compare the ranks' logs of a loader: always on, and without waiting."""
 
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -10,10 +9,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ddp_patch.compat.private_torch import default_store
-from ddp_patch.errors import RankMismatchError, StreamLengthWarning
-from ddp_patch.loaders.contents import HeldData
+from ddp_patch.errors import RankMismatchError, RankMismatchWarning, StreamLengthWarning
 from ddp_patch.loaders.overlap import Sketch, are_no_chance, common_items, row_hashes
-from ddp_patch.ranks.exchange import digest, ranks_text
+from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.log import (
     Difference,
     Entry,
@@ -22,6 +20,7 @@ from ddp_patch.ranks.log import (
     Progress,
     Record,
     State,
+    have_other_numbers,
     mismatch_text,
     record_of,
     rule_broken,
@@ -80,7 +79,9 @@ class PassMonitor:
             the ranks' samples are compared; None where they are not.
         knows_all: Whether it is known of all samples that a rank was given, not of the first ones alone.
         replicas: The ranks that have the same part as this one.
-        held: What the user may change in the dataset; None if nobody compares that.
+        data_digest: Returns a digest of the data when a pass begins; empty if nobody compares that.
+        data_named: What that is of, for errors.
+        why_numbers_differ: Says what may differ, and how to tell, where items have the same names and other numbers.
     """
 
     def __init__(self, mailbox: Mailbox | None = None, *, slack: int = 0) -> None:
@@ -95,7 +96,10 @@ class PassMonitor:
         self._thread = get_ident()
         self._comparisons, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._latest: LoggedPass | None = None
-        self.held: HeldData | None = None
+        self.data_digest: Callable[[], str] = str
+        self.data_named: str = ""
+        self.why_numbers_differ: Callable[[], str] = lambda: ""
+        self._has_warned_of_numbers = False
         if mailbox is not None:
             mailbox.post(text_of(self.record()), "passes")
             if (made := self._made_by_all) is not None:
@@ -136,14 +140,6 @@ class PassMonitor:
         """Whether ranks compare the samples that each was given; of several explicit worlds, nobody knows whose."""
         return self.why_in_common is not None and self.mailbox is not None and self.mailbox.read_one_stream
 
-    def note_read(self, begun: LoggedPass) -> None:
-        """Record that samples were read in a pass: what that has changed in the dataset is no change of the user's."""
-        if self.held is not None and self.mailbox is not None:
-            self.held.read()
-            told = self.held.told()
-            begun.held = digest(sorted(told.items()))[:8] if self.held.is_changed else ""
-            self.mailbox.post(json.dumps(told), "held")
-
     def begin(
         self,
         epoch: int,
@@ -151,6 +147,7 @@ class PassMonitor:
         progress: Callable[[], Progress],
         marks: Marks = dict,
         sketch: Sketch | None = None,
+        number_marks: Marks = dict,
     ) -> LoggedPass | None:
         """Log that a pass begins; return None if there is nobody to compare with.
 
@@ -160,6 +157,7 @@ class PassMonitor:
             progress: Tells how far it has come.
             marks: Tells the digests of what it draws; none if nobody compares that.
             sketch: What its sampler notes of it, if that does.
+            number_marks: Tells the digests of the numbers in what it draws, beside names.
         """
         if self.mailbox is None:
             return None
@@ -169,11 +167,10 @@ class PassMonitor:
         others = None if is_own or made is None else made[self.mailbox.group] - self._settled - self._made_before
         if sketch is None and self.compares_samples:
             sketch = Sketch()
-        begun = LoggedPass(epoch, begins_at, progress, marks, others, sketch, is_own)
+        held = self.data_digest()
+        begun = LoggedPass(epoch, begins_at, progress, marks, others, sketch, is_own, held, number_marks)
         self.add(begun)
         self._latest = begun
-        if self.held is not None:
-            self.held.begin()
         return begun
 
     # ---- the log ----
@@ -230,16 +227,17 @@ class PassMonitor:
 
     def difference(self, theirs: Record) -> Difference | None:
         """Return how another rank's record contradicts this log; None if one rank may only be faster than the other."""
+        likely: Difference | None = None
         for other in theirs:
             if (own := self.entry(other.number)) is None:
                 continue
-            marks = self._passes[own.number - self._first].marks
-            rule = rule_broken(own, other, marks, self._slack, has_one_order=self.has_one_order)
-            if rule is None and other is theirs[-1] and own.held != other.held:
-                rule = "held"
+            made = self._passes[own.number - self._first]
+            rule = rule_broken(own, other, made.marks, self._slack, has_one_order=self.has_one_order)
             if rule is not None:
                 return Difference(rule, own, other)
-        return None
+            if have_other_numbers(other, made.number_marks):
+                likely = Difference("numbers", own, other)
+        return likely
 
     # ---- comparing ----
 
@@ -295,9 +293,10 @@ class PassMonitor:
 
     def _tell(self, mailbox: Mailbox, rank: int, found: Difference) -> None:
         """Raise a mismatch, and leave it for all."""
-        why = self._differing_held(mailbox, rank) if found.rule == "held" else self.why_orders_differ()
-        if found.rule == "held" and not why:
-            return  # they may hold what is their own
+        if found.rule == "numbers":
+            self._warn_of_numbers((mailbox.rank, rank), found)
+            return
+        why = self.data_named if found.rule == "held" else self.why_orders_differ()
         is_unequal = found.rule == "length" and shorter(found).state is State.ENDED
         self._raise(mailbox, mismatch_text(self._name, (mailbox.rank, rank), found, why), is_length=is_unequal)
 
@@ -329,13 +328,12 @@ class PassMonitor:
             self._has_warned = True
             warnings.warn(text, StreamLengthWarning, stacklevel=2)
 
-    def _differing_held(self, mailbox: Mailbox, rank: int) -> str:
-        """Return what the user has changed in other ways in two ranks' datasets."""
-        try:
-            theirs = json.loads(mailbox.read_of([rank], "held").get(rank, b"{}"))
-            return "" if self.held is None else ", ".join(self.held.differing(self.held.told(), theirs))
-        except (ValueError, TypeError, AttributeError):  # junk
-            return ""
+    def _warn_of_numbers(self, ranks: tuple[int, int], found: Difference) -> None:
+        """Warn, once, of what harmless programs do, too."""
+        if not self._has_warned_of_numbers:
+            self._has_warned_of_numbers = True
+            text = mismatch_text(self._name, ranks, found, self.why_numbers_differ())
+            warnings.warn(text, RankMismatchWarning, stacklevel=2)
 
     # ---- passes whose end nobody knows before ----
     #

@@ -23,9 +23,6 @@ __all__ = ["Pass", "WatchedPass"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-# What a dataset holds is looked at after each of so many first batches, and at the end: reading may change it.
-_READS = 2
-
 
 class WatchedPass:
     """A pass as the training loop is given it, which the ranks compare.
@@ -54,7 +51,8 @@ class WatchedPass:
 
     def begin_log(self, epoch: int, begins_at: str, sketch: Sketch | None = None) -> None:
         """Log that it begins: over which epoch, and where in it; and what its sampler notes of it, if that does."""
-        self._logged = self._monitor.begin(epoch, begins_at, self.progress, self.source.marks, sketch)
+        marks, of_numbers = self.source.marks, self.source.number_marks
+        self._logged = self._monitor.begin(epoch, begins_at, self.progress, marks, sketch, of_numbers)
 
     def begin_loop(self) -> None:
         """Record that a loop begins to take batches, which are counted."""
@@ -77,8 +75,6 @@ class WatchedPass:
             self._tell_log()
         if delivered <= MORE_THAN_A_LOOK:
             self._monitor.goes_on(logged)
-        if delivered <= _READS:
-            self._monitor.note_read(logged)
         if self._is_open_ended:
             self._monitor.give_step(logged, delivered)
         if delivered >= self._next_comparison:
@@ -108,8 +104,6 @@ class WatchedPass:
         """
         is_whole = self._is_whole
         self.state = State.ENDED if is_whole else State.LEFT
-        if is_whole and self._logged is not None:
-            self._monitor.note_read(self._logged)
         self._compare(at_end=True)
         if is_whole:
             if self._logged is not None and self._is_open_ended and self.batches_delivered is not None:

@@ -85,7 +85,6 @@ class SamplerPasses(Passes[T]):
         self._is_one_shot = stream.is_one_shot
         self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
         self.monitor.why_orders_differ = partial(_why_orders_differ, self.name, self._balancer is not None)
-        self.monitor.held = stream.held_data
         # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
         self._epochs_told = epochs_in(self.sampler)
         self._warned_of_length = False

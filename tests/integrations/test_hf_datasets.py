@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddp_patch.loaders.contents import chosen_samples
 from messages import assert_tells
 from quick import run_ranks
 from torch.utils.data import ChainDataset, DataLoader
@@ -19,7 +20,6 @@ from zoo import N, assert_shared_exactly, seed_ambient
 
 from ddp_patch import DDPPatchError, check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.compat.private_packages import loses_items_when_loaded
-from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.sharding.state_text import from_text
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded

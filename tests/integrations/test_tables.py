@@ -8,10 +8,10 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
+from ddp_patch.loaders.contents import HeldData, chosen_samples
 from torch.utils.data import Dataset
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.contents import HeldData, chosen_samples
 from ddp_patch.ranks.agreement import require_same_samples
 
 N = 40
