@@ -1,4 +1,4 @@
-"""What agreeing costs: of the patch, of comparing passes, and of an epoch under the leader.
+"""What agreeing costs: of the patch, and of comparing passes.
 
 Prints a table for 2 to 8 gloo ranks on this machine. Run it with ``nox -s agreement``; ``docs/benchmarks.md`` holds its
 table.
@@ -35,7 +35,6 @@ MEASURED = (
     "all comparisons, % of steps",
     "of a stream, % of steps",
     "digest, times as slow",
-    "leader, ms",
 )
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
@@ -76,12 +75,10 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
 
     ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]
     patch_ms = timed(lambda: patch_dataloader_to_ddp(loader))
-    led = patch_dataloader_to_ddp(loader, order="leader")
-    led_ms = timed(lambda: list(led.batch_sampler or ()))
     indices, stream = (in_steps(patch_dataloader_to_ddp(made(world_size))) for made in (drawn, streamed))
     made = statistics.median(each for each in indices if each > 0.01)  # some are left out, as they would take long
     compared = made, percent(indices), percent(stream), digested(rank)
-    return records[0], patch_ms, *compared, led_ms
+    return records[0], patch_ms, *compared
 
 
 def drawn(world_size: int) -> DataLoader[Any]:

@@ -88,8 +88,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"share": "batches"},
     {"share": "within_batches", "uneven": "keep"},
     {"cost": [1 + number % 7 for number in range(N)]},
-    {"order": "seeded"},
-    {"order": "leader"},
 ]
 
 
@@ -173,7 +171,7 @@ class Plan:
             options = numbers.choice(OPTIONS)
         all_reduce: AllReduce = numbers.choice(["each step", "each step", "each epoch", "never"])
         # A thread's passes are its own, so a fault in them is none that ranks can tell of; and it must not wait.
-        may_thread = is_honest and kind not in BY_WORKER and "order" not in options
+        may_thread = is_honest and kind not in BY_WORKER
         keeping = numbers.choice(KEEPING if may_thread else KEEPING[:-1]) if numbers.random() < 0.5 else ""
         keeper = -1 if keeping in {"ahead", "thread"} else numbers.randrange(-1, ranks)
         gc_off = numbers.random() < 0.3

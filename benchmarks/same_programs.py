@@ -37,7 +37,6 @@ OPTIONS: dict[str, tuple[list[Any], float]] = {
     "uneven": (["pad", "drop", "keep", "keep"], 0.4),
     "share": (["samples", "batches", "within_batches", "within_batches", "by_worker"], 0.26),
     "seed": ([0, 7, 7, 7, 7, 7, -1], 0.12),
-    "order": (["seeded", "auto", "leader"], 0.1),
     "cost": (["list", "function", "function", "function", "short list"], 0.15),
     "cost_of": (["padded", "sum"], 0.15),
     "cost_window": ([1, 2, 2, 5, 5, 0], 0.2),
@@ -162,8 +161,7 @@ class Rank:
 
     def play(self) -> None:
         """Make the loader, patch it and act."""
-        # Ranks are seeded differently, unless they agree by being seeded alike.
-        seed = self.program.number % 1000 + ("order" not in self.program.options) * self.rank
+        seed = self.program.number % 1000 + self.rank  # ranks are seeded differently
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
@@ -223,7 +221,7 @@ class Rank:
                 return ddp_patch.patch_dataloader_to_ddp(loaders, **options, **where)["train"]
             case "alone":
                 return self.raw
-        where |= {name: options[name] for name in ("uneven", "order", "seed") if name in options}
+        where |= {name: options[name] for name in ("uneven", "seed") if name in options}
         if p.kind not in BATCHES or self.raw.batch_sampler is None:
             single = ddp_patch.DDPSamplerWrapper(self.raw.sampler, p.is_lazy, not p.drop_last, **where)
             return DataLoader(self.dataset, p.size, sampler=single, collate_fn=as_it_is)

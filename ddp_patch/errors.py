@@ -13,7 +13,6 @@ with the command that shows that section.
         ├── WorldError                   also a RuntimeError: it is unclear which rank of how many this is
         │   └── MissingRanksError        a rank did not arrive in time, or is gone
         ├── RankMismatchError            also a RuntimeError: the ranks' loaders, options, passes or data differ
-        ├── LeaderError                  also a RuntimeError: rank 0 could not draw what the others wait for
         ├── AlreadyPatchedError          also a RuntimeError: the loader is sharded for another world
         ├── AuditError                   also an AssertionError: an audit found problems
         ├── NoStepsError                 also a ValueError: a rank would make no step in an epoch
@@ -50,7 +49,6 @@ __all__ = [
     "DDPPatchWarning",
     "ExhaustedSamplerError",
     "InvalidOptionError",
-    "LeaderError",
     "MissingRanksError",
     "NoStepsError",
     "NotALoaderError",
@@ -177,10 +175,6 @@ class MissingRanksError(WorldError):
 
 class RankMismatchError(DDPPatchError, RuntimeError):
     """The ranks' loaders, options, passes or data differ."""
-
-
-class LeaderError(DDPPatchError, RuntimeError):
-    """Rank 0 draws for all ranks, and could not."""
 
 
 class AlreadyPatchedError(DDPPatchError, RuntimeError):

@@ -8,11 +8,10 @@ from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.validation import as_index, seconds
 
-__all__ = ["Fingerprint", "Layout", "Options", "Order", "Share", "Uneven", "check_choice"]
+__all__ = ["Fingerprint", "Layout", "Options", "Share", "Uneven", "check_choice"]
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
-Order: TypeAlias = Literal["auto", "seeded", "leader"]
 Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches", "by_worker"]
 
 # A function returns what identifies a dataset.
@@ -23,8 +22,7 @@ _TIMEOUTS_S = (0.001, 1e8)
 
 # The options that are chosen from a list; ``patch_dataloader_to_ddp`` says what each choice does.
 _CHOICES: Mapping[str, Sequence[str]] = {
-    name: get_args(choices)
-    for name, choices in {"uneven": Uneven, "layout": Layout, "order": Order, "share": Share}.items()
+    name: get_args(choices) for name, choices in {"uneven": Uneven, "layout": Layout, "share": Share}.items()
 }
 
 
@@ -45,7 +43,6 @@ class Options:
     uneven: Uneven = "pad"
     seed: int | None = None
     cost: Cost | CostValues | None = None
-    order: Order = "auto"
     layout: Layout = "interleaved"
     fingerprint: Fingerprint = "auto"
     timeout: float = 300.0

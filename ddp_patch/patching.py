@@ -32,7 +32,7 @@ from ddp_patch.loaders.recognition import (
     tell_if_assumed,
 )
 from ddp_patch.loaders.samples import iterated_by, length_of
-from ddp_patch.options import Fingerprint, Layout, Options, Order, Share, Uneven
+from ddp_patch.options import Fingerprint, Layout, Options, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.pass_monitor import PassMonitor
@@ -97,7 +97,6 @@ def patch_dataloader_to_ddp(
     seed: int | None = None,
     cost: Cost | CostValues | None = None,
     device_mesh: DeviceMesh | None = None,
-    order: Order = "auto",
     layout: Layout = "interleaved",
     fingerprint: Fingerprint = "auto",
     process_group: dist.ProcessGroup | None = None,
@@ -115,10 +114,10 @@ def patch_dataloader_to_ddp(
     A sampler is sharded sample by sample, and an iterable dataset item by item. A batch sampler of your own is sharded
     in whole batches. ``share`` changes that.
 
-    After this call, ranks meet only in ``restore_loader``, in gathering and in weighing by ``weight_of``; where an
-    epoch begins under a leader; and in steps with ``share="by_worker"``. Else they compare, through the process group's
-    store, their passes over all loaders: epochs, numbers of batches, and what they drew. They wait for that only at the
-    end of a stream of unknown length: 3 s, or two steps if these take longer.
+    After this call, ranks meet only in ``restore_loader``, in gathering and in weighing by ``weight_of``; and in steps
+    with ``share="by_worker"``. Else they compare, through the process group's store, their passes over all loaders:
+    epochs, numbers of batches, and what they drew. They wait for that only at the end of a stream of unknown length:
+    3 s, or two steps if these take longer.
 
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which
@@ -145,7 +144,9 @@ def patch_dataloader_to_ddp(
         seed: A whole number of at least 0, the same on every rank. By default each loader gets its own seed, which is
             the same on every rank. It follows from rank 0's ``torch.initial_seed()`` and from how many such loaders
             were patched before. In a ``process_group`` of only some ranks it follows from 0 instead, and in an
-            explicit world it is 0. Restoring a state replaces the default by the state's seed.
+            explicit world it is 0. Restoring a state replaces the default by the state's seed. Each epoch's order
+            follows from (seed, epoch), whatever the ranks' own seeds. A ``torch.Generator`` of the loader, and any
+            generator of its samplers, gets rank 0's state once; from then on it draws what it would in one process.
         cost: What items cost, in any unit, such as tokens. Each step then costs about the same on all ranks. Pass one
             number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function of
             an index; or a ``Cost`` of either, which says how a batch's
@@ -157,10 +158,6 @@ def patch_dataloader_to_ddp(
             ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in tensor, context or pipeline parallelism get
             the same batches. A dimension with an unusual name is an error; then pass the sub-mesh of all that shard,
             such as ``mesh["node", "part"]``.
-        order: How all ranks get the same order. ``"auto"`` and ``"seeded"`` derive each epoch's order from (seed,
-            epoch), whatever the ranks' own seeds. With ``"leader"``, rank 0 draws each epoch for all and sends it.
-            A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
-            From then on it draws what it would in one process.
         layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
             run of them, at most one item longer than another rank's. Then each rank draws all of an epoch at its
             beginning.
@@ -320,8 +317,6 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         return Subject({**facts.described, **compared}, None, facts.made_for, place, claim, columns=columns)
     compared = {**facts.described, **({"cost": "none"} if options.costs is None else options.costs.described)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
-    if options.order == "leader":  # whoever fetches further ahead would wait for others that never come
-        compared["batches fetched ahead"] = facts.batches_ahead
     held = held_for_workers(facts) if splits_itself else {}
     by_user, columns = _data_compared(facts, options, world)
     return Subject({**compared, **by_user}, facts.stream, facts.made_for, place, held=held, columns=columns)

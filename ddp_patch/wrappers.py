@@ -14,7 +14,7 @@ from ddp_patch.compat.private_packages import LIGHTNING_REMAKES
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import samplers_within, shards_itself
-from ddp_patch.options import Layout, Options, Order, Uneven
+from ddp_patch.options import Layout, Options, Uneven
 from ddp_patch.orders.orders import is_random_access
 from ddp_patch.ranks.agreement import Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.world import find_world
@@ -40,7 +40,6 @@ class SharingOptions(TypedDict, total=False):
     device_mesh: DeviceMesh | None
     uneven: Uneven
     layout: Layout
-    order: Order
     seed: int | None
     timeout: float | timedelta
 

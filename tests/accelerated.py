@@ -115,14 +115,6 @@ def takes_shares(rank: int, world_size: int, setting: Setting) -> None:
             assert all(row[0] == 3 * number for x, y in share for row, number in zip(x, y, strict=True))
 
 
-def is_led(rank: int, world_size: int, setting: Setting) -> None:
-    """The leader, which sends every rank its share."""
-    loader = DataLoader(numbers(), 4, shuffle=True, num_workers=1)
-    loader = patch_dataloader_to_ddp(loader, order="leader", timeout=60)
-    ids = [number for _, y in loader for number in on(setting, y).tolist()]
-    assert sorted(gather_in_order(ids, loader)) == list(range(N))
-
-
 def gathers(rank: int, world_size: int, setting: Setting) -> None:
     """Outputs on the device, of dtypes that not every library sends."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.complex64):
@@ -200,5 +192,5 @@ def trains(rank: int, world_size: int, setting: Setting) -> list[float]:
     return [value for parameter in model.parameters() for value in parameter.detach().cpu().flatten().tolist()]
 
 
-WITHOUT_COLLECTIVES = (takes_shares, is_led, gathers, hands_over, weighs, resumes)
+WITHOUT_COLLECTIVES = (takes_shares, gathers, hands_over, weighs, resumes)
 ALL = (*WITHOUT_COLLECTIVES, computes, trains)

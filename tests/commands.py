@@ -19,6 +19,7 @@ COMMANDS = {
     f"{ALONE} 2 docs/examples/ddp.py": "README.md",
     f"{ALONE} 2 docs/examples/coming_from/from_distributed_sampler.py": "docs/frameworks.md",
     f"{ALONE} 2 docs/examples/hard_examples.py": "docs/samplers.md",
+    f"{ALONE} 2 docs/examples/order_of_rank_0.py": "docs/samplers.md",
     f"{ALONE} 3 docs/examples/evaluation.py": "docs/evaluation.md",
     f"{ALONE} 1 docs/examples/training.py": "docs/training.md",
     f"{ALONE} 3 docs/examples/training.py": "docs/training.md",

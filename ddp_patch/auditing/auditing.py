@@ -129,7 +129,7 @@ def audit(
         raise InvalidOptionError(
             f"allow={unknown} names no kind of problem. Pass a list of these: {', '.join(problem_kinds)}."
         )
-    if given := [*sorted(_OF_A_REAL_RANK & options.keys()), *["order='leader'"] * (options.get("order") == "leader")]:
+    if given := sorted(_OF_A_REAL_RANK & options.keys()):
         raise InvalidOptionError(
             f"audit was given {', '.join(given)} for patch_dataloader_to_ddp(), which is about real ranks, and audit "
             "makes all ranks itself, in one process. Leave that out, pass a function make(rank, world_size), or test "

@@ -22,7 +22,7 @@ from ddp_patch.auditing.problems import problem_kinds
 from ddp_patch.auditing.report import Reports, annotation, page
 from ddp_patch.errors import DDPPatchError, InvalidOptionError, explain
 from ddp_patch.loaders.hooks import places_recorded
-from ddp_patch.options import Layout, Order, Share, Uneven
+from ddp_patch.options import Layout, Share, Uneven
 from ddp_patch.running.command import DESCRIPTION, run
 
 __all__ = ["commands"]
@@ -95,7 +95,6 @@ def _one_of(values: Any) -> click.Choice[str]:
 @click.option("--max-items", type=click.IntRange(1), help="Items per rank; else 16 million of all ranks together.")
 @click.option("--uneven", type=_one_of(Uneven), help=_PASSED_ON)
 @click.option("--layout", type=_one_of(Layout), help=_PASSED_ON)
-@click.option("--order", type=_one_of(Order), help=_PASSED_ON)
 @click.option("--seed", type=click.IntRange(0), help=_PASSED_ON)
 @click.option("--share", type=_one_of(Share), help=_PASSED_ON)
 @click.option("--format", "form", type=_FORMS, default="text", show_default=True, help="How to print the report.")

@@ -29,8 +29,8 @@ SAID: Mapping[str, tuple[str, str]] = {
     ),
     "missing": (
         "The missing samples are never trained on, and metrics leave them out.",
-        "Pass the loader through patch_dataloader_to_ddp(), with order='leader' if each rank draws an order of its "
-        "own; or use a smaller batch_size, uneven='pad' and drop_last=False.",
+        "Pass the loader through patch_dataloader_to_ddp(), and seed alike on every rank what an order is drawn from; "
+        "or use a smaller batch_size, uneven='pad' and drop_last=False.",
     ),
     "tail_lost": (
         "They are in the last, incomplete round or batch each time, which is dropped, so no rank ever sees them.",

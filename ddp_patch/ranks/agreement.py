@@ -1,20 +1,19 @@
 """Agree with the other ranks on how data is sharded: what they report, how it is judged, what follows."""
 
 import warnings
-from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import count
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import InvalidOptionError, LeaderError, RankMismatchError, RankMismatchWarning
+from ddp_patch.errors import RankMismatchError, RankMismatchWarning
 from ddp_patch.loaders.columns import Column, Verdict, compared
 from ddp_patch.loaders.facts import Claim, StreamFacts
 from ddp_patch.loaders.parts_held import first_differing
@@ -25,16 +24,12 @@ from ddp_patch.orders.random_states import RandomGenerator, Seed, generator_stat
 from ddp_patch.positions_and_padding import Plan
 from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what
 from ddp_patch.ranks.mailbox import Mailbox, agreed_mailbox, mailbox_of_explicit_world
-from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.ranks.world import World
 
 __all__ = ["ONE", "Agreed", "Subject", "agree", "failures_broadcast"]
 
 
-T = TypeVar("T")
-
 AGREEING = "Agreeing on how data is sharded"
-_SENDING = "Sending every rank the order of an epoch"
 
 # How a call for a single loader or sampler is described.
 ONE = "one"
@@ -50,7 +45,7 @@ class Agreed:
 
     Attributes:
         world: The ranks that share.
-        options: What the user chose, with ``order="auto"`` resolved.
+        options: What the user chose.
         seed: The seed of every epoch's order; the same on every rank.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
         mailbox: Where ranks compare their passes over the loader; None if there are no others.
@@ -93,49 +88,6 @@ class Agreed:
         if self.members:
             record = {"patched as": f"number {self.number}", **facts}
             exchange(self.members, doing, record, partial(require_same, doing), self.options.timeout)
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank draws for all, where one does."""
-        return dist.get_rank() == self.members[0]
-
-    def sent_by_leader(self, facts: Callable[[], Mapping[str, object]], pieces: Iterator[T]) -> Iterator[T]:
-        """Yield, on every rank, the pieces that the leader draws; nothing is taken of other ranks'.
-
-        Each piece is one exchange, in which every rank says which pass it is in, and is answered with the piece. So
-        each reveals a rank that is missing or in another pass, and no pass can take a piece that another left unread.
-
-        Args:
-            facts: Tells which pass this is.
-            pieces: What the leader draws.
-
-        Raises:
-            Exception: What drawing raises, on the leader.
-            LeaderError: Drawing raised an error on the leader.
-            RankMismatchError: A rank is in another pass.
-            MissingRanksError: A rank did not arrive in time or is gone.
-        """
-        while True:
-            failure: BaseException | None = None
-            try:
-                piece = exchange(self.members, _SENDING, facts(), partial(_next_piece, pieces), self.options.timeout)
-            except LeaderError as error:
-                failure = error.__cause__ or error
-            if failure is not None:
-                raise failure
-            yield unpacked(b64decode(piece))  # the keys of users' datasets are any objects
-
-
-def _next_piece(pieces: Iterator[Any], of_ranks: Mapping[int, Mapping[str, object]]) -> str:
-    """Draw the next piece, on the leader, once every rank asks for it."""
-    require_same(_SENDING, of_ranks)
-    try:
-        return b64encode(packed(next(pieces))).decode()
-    except Exception as error:
-        raise LeaderError(
-            f"Rank {dist.get_rank()} draws for all ranks, and its sampler raised {error!r}, so no rank can "
-            "continue. See the error of that rank."
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +132,6 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     Raises:
         RankMismatchError: The facts or options differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
-        InvalidOptionError: An option needs ranks that communicate.
         WorldError: An explicit world has more shares than the process group has ranks.
 
     Warns:
@@ -213,11 +164,6 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
     """Return the agreements in an explicit world, where no other rank is asked."""
-    if options.order == "leader":
-        raise InvalidOptionError(
-            "order='leader' needs ranks that communicate, and with rank= and num_replicas= they never do. Leave these "
-            "out, after torch.distributed.init_process_group(), or leave that out."
-        )
     agreed = []
     for subject in subjects:
         with error_context(subject.label):
@@ -227,9 +173,7 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
 
 
 def _agreed(world: World, options: Options, mailbox: Mailbox | None, decision: Report) -> Agreed:
-    """Return an agreement: with the user's seed, if one was chosen, and ``order="auto"`` resolved."""
-    if options.order == "auto":
-        options = replace(options, order="seeded")
+    """Return an agreement: with the user's seed, if one was chosen."""
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
     return Agreed(world, options, seed, decision["number"], mailbox, columns=decision["columns"])
 
@@ -237,7 +181,7 @@ def _agreed(world: World, options: Options, mailbox: Mailbox | None, decision: R
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
     """Return the options that must be alike, and which rank takes which share: of many ranks a fingerprint of it."""
     shares = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
-    return {name: getattr(options, name) for name in ("share", "uneven", "order", "layout")} | {
+    return {name: getattr(options, name) for name in ("share", "uneven", "layout")} | {
         "seed": "default" if options.seed is None else options.seed,
         "fingerprint": "a function" if callable(options.fingerprint) else options.fingerprint,
         "shares": shares if len(members) <= FEW else fingerprint([shares]),

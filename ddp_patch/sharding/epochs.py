@@ -141,11 +141,9 @@ class Passes(Generic[T]):
         """
         self.require_no_failure()
         given = loader.generator
-        # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
-        is_alone = given is None and self.agreed.options.order != "leader"
         is_shared = self.sampler_states.holds(given)
         with (
-            one_at_a_time() if is_alone else nullcontext(),
+            one_at_a_time() if given is None else nullcontext(),
             patch.object(loader, "generator", torch.Generator()) if is_shared else nullcontext(),
         ):
             yield

@@ -1,21 +1,21 @@
-"""How a pass gets its items: looked up, drawn, or sent by the rank that draws for all. Chosen when the pass begins."""
+"""How a pass gets its items: looked up, or drawn. Chosen when the pass begins."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, repeat
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from ddp_patch.errors import StateError
-from ddp_patch.orders.chunks import Drawn, copied_items, split_chunks
+from ddp_patch.orders.chunks import Drawn, split_chunks
 from ddp_patch.orders.digest import Digest, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.log import Marks
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 
-__all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Piece", "Streamed", "in_pieces"]
+__all__ = ["Indexed", "ItemSource", "Nothing", "Streamed"]
 
 
 T = TypeVar("T")
@@ -31,7 +31,6 @@ class ItemSource(Generic[T]):
     Attributes:
         length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
             step.
-        states_after: What the samplers held after the pass, as the rank that draws for all reported it; else None.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
         rounds: The rounds in which ranks send each other batches (``BalancedRounds``, ``streams/even_steps.py``); None
@@ -45,7 +44,6 @@ class ItemSource(Generic[T]):
 
     # Subclasses annotate again what they set: pyright asks for it.
     length: int | None = None
-    states_after: States | None = None
     sizes: Sizes | None = None
     rounds: Any = None
     is_open_ended: bool = True
@@ -322,66 +320,3 @@ def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None
 def _items_from(order: EpochOrder, taken: int, positions: range) -> Sequence[Any]:
     """Return the items at some positions of what is left when some were taken."""
     return order.at(range(positions.start + taken, positions.stop + taken, positions.step))
-
-
-# What the leader sends: items, what its samplers held before the pass, and after it in the last piece, else None.
-Piece: TypeAlias = tuple[list[T], States, States | None]
-
-
-def in_pieces(
-    begin: Callable[[], Iterator[T]],
-    random_context: Callable[[], AbstractContextManager[object]],
-    states: tuple[States, Callable[[], States]],
-    most: int,
-    largest: int,
-) -> Iterator[Piece[T]]:
-    """Draw an epoch on the leader, in pieces, from when the first is asked for: so all ranks hear of an error.
-
-    Args:
-        begin: Begins the sampler.
-        random_context: Returns what to enter while it draws.
-        states: What samplers hold before, and what tells it afterwards.
-        most: How many items the first piece has.
-        largest: How many a later one may have; each has twice as many as the one before.
-    """
-    with random_context():
-        stream = copied_items(begin())
-    before, now = states
-    is_last = False
-    while not is_last:
-        with random_context():
-            items = list(islice(stream, most))
-        is_last = len(items) < most
-        yield items, before, now() if is_last else None
-        most = min(2 * most, largest)
-
-
-class FromLeader(Streamed[T]):
-    """Shares the order that the leader draws and sends to every rank.
-
-    Args:
-        sent: What is sent, on the leader too.
-        states: What this rank's samplers held before the pass.
-        rest: As in ``Streamed``, like the others.
-    """
-
-    states_after: States | None
-
-    def __init__(
-        self, sent: Iterator[Piece[T]], states: States, rest: Callable[[Iterator[T]], Iterator[T]], **options: Any
-    ) -> None:
-        self._sent, self._states = sent, states
-        super().__init__(self._items, nullcontext, rest, **options)
-
-    def _items(self) -> Iterator[T]:
-        while self.states_after is None:
-            items, self._states, self.states_after = next(self._sent)
-            yield from items
-
-    def states_within(self, states: States, taken: int) -> States:
-        """Return the states from which the pass goes on: the leader's."""
-        return replace(self._states, streams=())
-
-    def ends_within(self, items: int) -> bool:
-        """Return whether at most this many items are left: read ahead in what was sent, and wait for nothing more."""
-        return self.states_after is not None and super().ends_within(items)

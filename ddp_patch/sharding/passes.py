@@ -395,4 +395,4 @@ class Pass(WatchedPass, Generic[T]):
         """Return the position after everything was taken, when the samplers hold ``states``."""
         if self.start.is_ended:
             return self.start
-        return Position(self.epoch, turn=None, states=self.source.states_after or states)
+        return Position(self.epoch, turn=None, states=states)

@@ -258,14 +258,11 @@ def _require_iterable_options(facts: LoaderFacts[Any], options: Options, world: 
             "Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
             "torch.distributed.init_process_group()."
         )
-    no_indices = {"order='leader'": options.order == "leader", "layout='contiguous'": options.gives_runs}
-    for option, is_chosen in no_indices.items():
-        if is_chosen:
-            raise InvalidOptionError(
-                f"{option} does not work with {name}: an iterable dataset has no indices, so rank 0 could send none, "
-                "and each rank would have to read all of it before its first item. Use order='seeded' and "
-                "layout='interleaved'."
-            )
+    if options.gives_runs:
+        raise InvalidOptionError(
+            f"layout='contiguous' does not work with {name}: an iterable dataset has no indices, so each rank would "
+            "have to read all of it before its first item. Use layout='interleaved'."
+        )
 
 
 def require_steps_known(options: Options, world: World, stream: StreamFacts, batching: Batching = ONE_PER_STEP) -> None:

@@ -27,7 +27,7 @@ from ddp_patch.positions_and_padding import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed, in_pieces
+from ddp_patch.sharding.item_sources import Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_state import Position, States, split_consumed
@@ -37,10 +37,6 @@ __all__ = ["SamplerPasses"]
 
 
 T = TypeVar("T")
-
-# How many items a leader's messages hold at most. An ordinary epoch is one message. A stream of unknown length starts
-# with the smaller number, because it may be slow or endless.
-_LARGEST_PIECE, _FIRST_PIECE = 2**20, 2**12
 
 
 class SamplerPasses(Passes[T]):
@@ -172,9 +168,7 @@ class SamplerPasses(Passes[T]):
             self.sampler_states.restore_states(start.states)
         else:
             start = Position(number, states=self.snapshot())
-        # Under a leader one rank draws for all, and nothing is compared but how each balances that.
-        may_differ = self.agreed.options.order != "leader" or self._balancer is not None
-        digest = Digest() if self.monitor.is_on and may_differ else None
+        digest = Digest() if self.monitor.is_on else None
         with self.beginning(start):
             source = self._chosen_source(start, digest)
         current = Pass(
@@ -226,22 +220,18 @@ class SamplerPasses(Passes[T]):
         rest: Callable[[Iterator[T]], Iterator[T]] = partial(_left, taken)  # by other numbers of ranks
         if self._balancer is not None:
             rest = partial(balanced_stream, self._balancer, epoch, before, plan.num_replicas)
-        how: dict[str, Any] = {
-            "plan": plan,
-            "name": self.name,
-            "draws_ahead": not self._is_one_shot,
-            "keeps_sizes": keeps_sizes,
-        }
-        if self.agreed.options.order != "leader":
-            known = start.states.streams[0].first if start.states.streams else None
-            return Streamed(begin, random_context, rest, digest=digest, known=known, **how)
-        # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
-        is_known = self.agreed.is_leader and self.length_if_any(epoch) is not None
-        first = _LARGEST_PIECE if is_known else _FIRST_PIECE
-        sizes = (plan.num_replicas,) * 2 if self._is_one_shot else (first, _LARGEST_PIECE)
-        pieces = in_pieces(begin, random_context, (start.states, self.snapshot), *sizes)
-        sent = self.agreed.sent_by_leader(partial(self._pass_facts, epoch), pieces)
-        return FromLeader(sent, start.states, rest, digest=digest, **how)
+        known = start.states.streams[0].first if start.states.streams else None
+        return Streamed(
+            begin,
+            random_context,
+            rest,
+            plan=plan,
+            name=self.name,
+            digest=digest,
+            known=known,
+            draws_ahead=not self._is_one_shot,
+            keeps_sizes=keeps_sizes,
+        )
 
     def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
         """Return what begins to yield an epoch's items."""
@@ -263,14 +253,10 @@ class SamplerPasses(Passes[T]):
         with states or self._counting(epoch), self.sampler_states.drawing():
             yield
 
-    def _pass_facts(self, epoch: int) -> dict[str, object]:
-        """Return which pass is being made, to be compared between the ranks."""
-        return {"patched as": f"number {self.agreed.number}", "epoch": epoch, "pass": self.epochs.passes}
-
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
         is_arranged = self.shuffles or self._gives_runs
-        return has_order(self.sampler) and not is_arranged and self.agreed.options.order != "leader"
+        return has_order(self.sampler) and not is_arranged
 
     def note_length(self, current: Pass[T], length: int) -> None:
         """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
@@ -354,7 +340,8 @@ def _why_orders_differ(name: str, is_balanced: bool) -> str:
     return (
         f"{name} gave each its own, of which each rank keeps its shard, so samples would be lost. Make its order "
         "alike on every rank: seed what it draws from, and give it the same data (weights, indices, sorted files); if "
-        'it learns from losses, let it learn from all ranks\' ("Samplers that learn" in docs/samplers.md); or patch '
-        "with order='leader', and rank 0 draws for all. If it gives each rank a part, build it for one process, or say "
-        "is_ddp_aware = True in it."
+        'it learns from losses, let it learn from all ranks\' ("Samplers that learn" in docs/samplers.md). Where only '
+        "rank 0 can draw it, send all ranks its list before the patch: "
+        "torch.distributed.broadcast_object_list(orders := [list(sampler)]), and pass sampler=orders[0]. If it gives "
+        "each rank a part, build it for one process, or say is_ddp_aware = True in it."
     )

@@ -1,9 +1,8 @@
 """Let two ranks raise what takes several ranks, and print each message with the ranks that got it."""
 
 import textwrap
-from collections.abc import Iterator
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from ddp_patch import DDPPatchError, patch_dataloader_to_ddp
 from ddp_patch.testing import run_ranks
@@ -22,24 +21,9 @@ class Numbers(Dataset[int]):
         return index
 
 
-class Faulty(Sampler[int]):
-    """Raises in every epoch."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[int]:
-        raise LookupError("no weights for class 3")
-
-
 def ranks_have_other_data(rank: int) -> None:
     """Rank 1 has four samples less."""
     patch_dataloader_to_ddp(DataLoader(Numbers(100 - 4 * rank)))
-
-
-def leader_fails(rank: int) -> None:
-    """Rank 0 draws for both."""
-    list(patch_dataloader_to_ddp(DataLoader(Numbers(8), sampler=Faulty()), order="leader"))
 
 
 def one_rank_is_missing(rank: int) -> None:
@@ -48,7 +32,7 @@ def one_rank_is_missing(rank: int) -> None:
         patch_dataloader_to_ddp(DataLoader(Numbers(8)), timeout=0.5)
 
 
-CASES = [ranks_have_other_data, leader_fails, one_rank_is_missing]
+CASES = [ranks_have_other_data, one_rank_is_missing]
 
 
 def messages(rank: int, world_size: int) -> list[str]:

@@ -1,21 +1,19 @@
 """Real gloo ranks that disagree, are late, ahead or gone: found at once, or made to agree."""
 
-import copy
 import inspect
-import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from messages import Words, assert_tells
 from quick import run_each, run_ranks, said
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DataLoader, Sampler, Subset
-from zoo import Indices, N, Own, as_it_is, loader, seed_ambient
+from torch.utils.data import DataLoader, RandomSampler, Subset
+from zoo import Indices, N, loader, seed_ambient
 
 import ddp_patch
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
@@ -27,13 +25,9 @@ def items(loader: Any) -> list[Any]:
     return [item for batch in loader for item in batch]
 
 
-def led_loader(sampler: Any, **options: Any) -> Any:
-    return patch_dataloader_to_ddp(loader(sampler=sampler), order="leader", **options)
-
-
 # Ranks that differ.
 
-LEAVE_OUT = ("whole dataset", "split_dataset_by_node()", "shard()", "random_split()", "shuffle()", "order='seeded'")
+LEAVE_OUT = ("whole dataset", "split_dataset_by_node()", "shard()", "random_split()", "shuffle()")
 SAME = "same on every rank"
 
 
@@ -131,119 +125,6 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once_and_nothing_is_patc
                     assert_tells(message, facts, "all ranks again")
     # Seeds are counted as if those calls had not been made.
     assert [given for *_, given in ranks] == [given for *_, given in run_ranks(differing, 3, False)]
-
-
-def partial_permutation(generator: np.random.Generator) -> Callable[[], Any]:
-    return lambda: generator.permutation(N)
-
-
-# The leader.
-
-
-class FailsAtOnce(Sampler[int]):
-    def __len__(self) -> int:
-        return N
-
-    def __iter__(self) -> Iterator[int]:
-        raise KeyError("no losses yet")
-
-
-def failing_at_once(rank: int, world_size: int) -> list[tuple[str, str]]:
-    told = []
-    for sampler in (FailsAtOnce(), [open for _ in range(3)], [lambda: None]):
-        patched = led_loader(sampler, timeout=300)
-        try:
-            told.append(("nothing", str(len(list(patched)))))
-        except Exception as error:  # noqa: BLE001 - what each rank says is looked at
-            told.append((type(error).__name__, str(error)))
-    return told
-
-
-def leading_apart(rank: int, world_size: int) -> list[tuple[str, str]]:
-    """Ranks that begin different loaders, an epoch that is not the leader's, or that fetch unequally far ahead."""
-    loaders = [patch_dataloader_to_ddp(loader(shuffle=True), order="leader", timeout=20) for _ in range(2)]
-    elsewhere: Any = led_loader(Own(lambda: range(N)), timeout=20)
-    if rank == 1:
-        elsewhere.sampler.set_epoch(4)
-    ahead = loader(sampler=range(N), num_workers=rank)
-    return [
-        said(lambda: list(loaders[rank])),
-        said(lambda: list(elsewhere)),
-        said(lambda: patch_dataloader_to_ddp(ahead, order="leader")),
-        said(lambda: len(patch_dataloader_to_ddp(ahead))),
-    ]
-
-
-class Unsized(Sampler[int]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.n))
-
-
-def stepping(rank: int, world_size: int) -> list[list[int]]:
-    """Train: ranks meet again and again, over more items than the leader sends at once."""
-    n, steps = 5001, []
-    for uneven in ("pad", "keep", "drop"):
-        given = DataLoader(Indices(), sampler=Unsized(n), batch_size=1, collate_fn=as_it_is)
-        patched = patch_dataloader_to_ddp(given, timeout=20, order="leader", uneven=uneven)
-        steps.append([0, 0])
-        for epoch in range(2):
-            for _ in patched:
-                steps[-1][epoch] += 1
-                if steps[-1][epoch] % 50 == 0:
-                    dist.barrier()
-        for step, _ in enumerate(patched):  # and an epoch that is left early
-            dist.barrier()
-            if step == 1:
-                break
-    return steps
-
-
-def leading_others(rank: int, world_size: int) -> tuple[list[list[int]], list[int], int]:
-    """What an iterator gives after a break, a sampler that was copied and pickled, and how much large keys hold."""
-    iterator = led_loader(iter(range(40)))
-    taken: list[list[int]] = []
-    for batch in iterator:
-        taken.append(batch)
-        if len(taken) == 2:
-            break
-    taken += list(iterator)
-    again = pickle.loads(pickle.dumps(copy.deepcopy(led_loader(range(N)).sampler)))  # noqa: S301 - its own
-    copied = list(again)
-    keys = [str(index) * 100_000 for index in range(1, 200)]  # more bytes than a store takes in one value
-    given = DataLoader(Indices(), sampler=keys, batch_size=None, collate_fn=as_it_is)
-    large = patch_dataloader_to_ddp(given, order="leader")
-    return taken, copied, sum(len(key) for key in large.sampler)
-
-
-def test_a_leader_leads_two_ranks_and_tells_what_it_cannot_lead() -> None:
-    led, steps, failing, apart = run_each(2, leading_others, stepping, failing_at_once, leading_apart)
-    (first, copied, keys), (second, others, rest) = led
-    assert first == [[*range(start, start + 8, 2)] for start in range(0, 40, 8)]
-    assert second == [[*range(start, start + 8, 2)] for start in range(1, 40, 8)]
-    assert (copied, others) == (list(range(0, N, 2)), [*range(1, N, 2), 0])
-    total = sum(len(str(index)) for index in range(1, 200)) * 100_000
-    assert keys + rest == total + 100_000  # and one key twice
-    # Ranks that meet do not wait for others' steps.
-    assert steps[0] == [[2501] * 2, [2501] * 2, [2500] * 2]
-    assert steps[1] == [[2501] * 2, [2500] * 2, [2500] * 2]
-    # What the leader cannot draw or send is told at once, before any time-out.
-    of_leader, of_other = failing
-    assert of_leader[0] == ("KeyError", "'no losses yet'")
-    assert of_other[0][0] == of_other[2][0] == "LeaderError"
-    assert_tells(of_other[0][1], ("Rank 0", "KeyError('no losses yet')"), "error")
-    assert_tells(of_other[2][1], ("Rank 0", "local object"), "error")
-    assert of_leader[1] == of_other[1] == ("nothing", "1")
-    # Ranks must begin the same pass, and fetch equally far ahead.
-    for other, epoch, ahead, seeded in apart:
-        assert {other[0], epoch[0], ahead[0]} == {"RankMismatchError"}
-        assert_tells(other[1], ("patched as: number", "on rank 0; number", "on rank 1"), "same loaders")
-        assert epoch[1].split("\n")[1] == "  epoch: 0 on rank 0; 4 on rank 1"
-        assert_tells(epoch[1], "Sending every rank the order of an epoch", "same on every rank")
-        assert ahead[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
-        assert seeded == ("nothing", "3")
 
 
 # Topology.
@@ -356,9 +237,9 @@ def within_a_group(rank: int, world_size: int, ranks: list[int]) -> Any:
     told: Any = None
     if group is not None:
         seed_ambient(SEED + rank)
-        own = Own(partial_permutation(np.random.default_rng(rank)))
+        sampler = RandomSampler(range(N), generator=torch.Generator().manual_seed(rank))
         patched = [
-            patch_dataloader_to_ddp(loader(sampler=own), process_group=group, order="leader"),
+            patch_dataloader_to_ddp(loader(sampler=sampler), process_group=group),
             patch_dataloader_to_ddp(loader(shuffle=True), process_group=group),
         ]
         told = [[items(one) for _ in range(2)] for one in patched]
@@ -367,7 +248,7 @@ def within_a_group(rank: int, world_size: int, ranks: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [[1, 2, 3], [3, 1]])
-def test_ranks_of_a_group_without_rank_0_meet_and_lead(ranks: list[int]) -> None:
+def test_ranks_of_a_group_without_rank_0_meet(ranks: list[int]) -> None:
     results = run_ranks(within_a_group, 4, ranks)
     assert results[0] is None
     for place in range(2):

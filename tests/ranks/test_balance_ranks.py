@@ -25,13 +25,7 @@ def makes() -> dict[str, DataLoader[Any]]:
     }
 
 
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"uneven": "keep"},
-    {"uneven": "drop"},
-    {"order": "leader"},
-    {"order": "leader", "uneven": "keep"},
-]
+WAYS: list[dict[str, Any]] = [{}, {"uneven": "keep"}, {"uneven": "drop"}]
 
 
 def passing(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
@@ -88,7 +82,7 @@ def refusing(rank: int, world_size: int) -> list[tuple[str, str]]:
 
 
 def test_costs_that_differ_are_told_at_the_patch_and_found_in_the_pass() -> None:
-    at_the_patch, in_the_pass, under_a_leader = run_each(2, refusing, disagreeing, partial(disagreeing, order="leader"))
+    at_the_patch, in_the_pass = run_each(2, refusing, disagreeing)
     for rank, heard in enumerate(at_the_patch):
         (same, costs), (wrong, cost), (other, window) = heard
         assert (same, wrong, other) == (
@@ -99,17 +93,17 @@ def test_costs_that_differ_are_told_at_the_patch_and_found_in_the_pass() -> None
         assert "cost" in costs
         assert "-1.0" in cost
         assert_tells(window, ("cost_window", "2", "3"))
-    for error, text in (*in_the_pass, *under_a_leader):
+    for error, text in in_the_pass:
         assert error == "RankMismatchError"
         assert "cost= said something else of an item" in text
 
 
-def disagreeing(rank: int, world_size: int, order: Any = "auto") -> tuple[str, str]:
+def disagreeing(rank: int, world_size: int) -> tuple[str, str]:
     """What ranks are told in the epoch, of a function that says another cost on each."""
 
     def cost(index: int) -> float:
         return float(index + 7 * rank if 0 < index % 312 < 99 else index)
 
     given = DataLoader(Indices(10_000), 4, shuffle=True)
-    one = patch_dataloader_to_ddp(given, seed=3, timeout=60, order=order, cost=Cost(cost, window=64))
+    one = patch_dataloader_to_ddp(given, seed=3, timeout=60, cost=Cost(cost, window=64))
     return said(lambda: list(one))

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.utils.data import DataLoader
 from zoo import BY_NAME, N, loader, seed_ambient, units
 
-from ddp_patch import DDPPatchError, gather_in_order, gather_step, iter_with_mask, patch_dataloader_to_ddp
+from ddp_patch import DDPPatchError, gather_in_order, gather_step, patch_dataloader_to_ddp
 from ddp_patch.errors import MissingRanksError, RankMismatchError, message_of
 from ddp_patch.evaluation import gather
 from ddp_patch.positions_and_padding import Plan
@@ -97,19 +97,6 @@ def every_form(rank: int, world_size: int) -> None:
             assert whole is None
 
 
-def led_by_rank_0(rank: int, world_size: int) -> None:
-    """Each rank's own generator gives another order; rank 0's counts. Masks and places follow from what it sends."""
-    for name in ("own numpy Generator", "P x K batches", "token-budget batches without len"):
-        given = patched(name, rank, order="leader")
-        batches = list(iter_with_mask(given))
-        own = [(row, bool(flag)) for batch, mask in batches for row, flag in zip(batch, mask, strict=True)]
-        whole = gather_in_order([[*batch] for batch, _ in batches], given)
-        everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, (whole, [row for row, flag in own if flag]))
-        assert all(found == everyone[0][0] for found, _ in everyone)
-        assert sorted(row for batch in whole for row in batch) == sorted(row for _, rows in everyone for row in rows)
-
-
 def nothing_is_left(rank: int, world_size: int) -> None:
     given = patched("shuffle=True", rank)
     counts = []
@@ -130,7 +117,6 @@ def nothing_is_left(rank: int, world_size: int) -> None:
 def everything(rank: int, world_size: int) -> None:
     every_kind(rank, world_size)
     every_form(rank, world_size)
-    led_by_rank_0(rank, world_size)
     nothing_is_left(rank, world_size)
 
 

@@ -28,7 +28,6 @@ from zoo import (
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import WorldError
-from ddp_patch.options import Order
 from ddp_patch.positions_and_padding import Plan
 from ddp_patch.ranks.exchange import _Meeting
 
@@ -40,19 +39,12 @@ WHOLE = [kind for kind in ALL_KINDS + REPEATED if not kind.make().drop_last]
 IN_WORLD = {world: [kind for kind in WHOLE if world == 2 or not kind.make().num_workers] for world in (2, 3, 4)}
 
 
-def ways(world_size: int) -> list[tuple[Kind, Order]]:
-    """The kinds, as ranks draw them alike, and as the first one draws for all."""
-    kinds = IN_WORLD[world_size]
-    return [(kind, "auto") for kind in kinds] + [(kind, "leader") for kind in kinds if "iterable" not in kind.name]
-
-
-def epochs_on_rank(kind: Kind, order: Order, rank: int) -> tuple[int, list[list[Any]]]:
+def epochs_on_rank(kind: Kind, rank: int) -> tuple[int, list[list[Any]]]:
     """The seed and epochs of a kind, with an all-reduce at every step, so that uneven steps would hang."""
     seed_ambient(SEED + rank)
-    patched: Any = patch_dataloader_to_ddp(kind.make(), order=order)
+    patched: Any = patch_dataloader_to_ddp(kind.make())
     draw_ambient(rank)
-    epochs = 1 if kind.endless and order == "leader" else min(EPOCHS, kind.epochs)
-    return patched.sampler.seed, [units(kind, InStep(patched, rank)) for _ in range(epochs)]
+    return patched.sampler.seed, [units(kind, InStep(patched, rank)) for _ in range(min(EPOCHS, kind.epochs))]
 
 
 class InStep:
@@ -79,9 +71,9 @@ def meet() -> None:
     assert ranks == dist.get_world_size()
 
 
-def every_kind(rank: int, world_size: int) -> dict[tuple[str, Order], tuple[int, list[list[Any]]]]:
+def every_kind(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any]]]]:
     warnings.simplefilter("ignore")  # what is warned of is tested in process
-    shares = {(kind.name, order): epochs_on_rank(kind, order, rank) for kind, order in ways(world_size)}
+    shares = {kind.name: epochs_on_rank(kind, rank) for kind in IN_WORLD[world_size]}
     for batch in InStep(patch_dataloader_to_ddp(loader(drop_last=True)), rank):
         assert len(batch) == 4
     return shares
@@ -91,15 +83,15 @@ def every_kind(rank: int, world_size: int) -> dict[tuple[str, Order], tuple[int,
 @pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")
 def test_every_kind_is_shared_exactly(world_size: int) -> None:
     ranks = run_ranks(every_kind, world_size)
-    for kind, order in ways(world_size):
-        found = [rank[kind.name, order] for rank in ranks]
+    for kind in IN_WORLD[world_size]:
+        found = [rank[kind.name] for rank in ranks]
         (seed,) = {seed for seed, _ in found}
         seed_ambient(SEED)
         alone = patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=1, seed=seed)
         for epoch in range(len(found[0][1])):
             stream = units(kind, alone, STEPS * world_size)
             for rank, (_, epochs) in enumerate(found):
-                assert epochs[epoch] == kind.of_rank(stream, Plan(rank, world_size)), (kind.name, order, epoch, rank)
+                assert epochs[epoch] == kind.of_rank(stream, Plan(rank, world_size)), (kind.name, epoch, rank)
 
 
 def in_two_groups(rank: int, world_size: int) -> Any:

@@ -25,11 +25,10 @@ def several(rank: int, world_size: int, torch_seed: int) -> list[tuple[int, list
     seed_ambient(torch_seed + rank)
     loaders = [patch_dataloader_to_ddp(loader) for loader in (shuffled(), shuffled(), shuffled(7))]
     chosen: Any = patch_dataloader_to_ddp(shuffled(), seed=4)
-    led: Any = patch_dataloader_to_ddp(shuffled(), order="leader")
     wrapped = [DDPSamplerWrapper[int](RandomSampler(Indices()), shuffle) for shuffle in (False, True)]
-    samplers = [loader.sampler for loader in (*loaders, chosen, led)]
+    samplers = [loader.sampler for loader in (*loaders, chosen)]
     seeds = [sampler.seed for sampler in (*samplers, *wrapped)]
-    drawn = [samples(loader) for loader in (*loaders, chosen, led)] + [list(sampler) for sampler in wrapped]
+    drawn = [samples(loader) for loader in (*loaders, chosen)] + [list(sampler) for sampler in wrapped]
     return list(zip(seeds, drawn, strict=True))
 
 

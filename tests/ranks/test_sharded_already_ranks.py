@@ -125,7 +125,6 @@ def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, bool]]:
                 list(patched)
         except RankMismatchError as error:
             told[name] = str(error), False
-    assert len(patch_dataloader_to_ddp(DataLoader(part(rank, ranks)), order="seeded")) == 25  # it is not looked at
     return told
 
 

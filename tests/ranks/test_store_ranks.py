@@ -39,7 +39,6 @@ MADE: dict[str, Callable[[int], object]] = {
     "read": lambda rank: whole(patch_dataloader_to_ddp(given())),
     "several": lambda rank: patch_dataloader_to_ddp({"train": given(), "val": given(20)}),
     "wrapper": lambda rank: whole(DDPSamplerWrapper(list(range(20)))),
-    "leader": lambda rank: whole(patch_dataloader_to_ddp(given(), order="leader")),
     "by worker": lambda rank: whole(patch_dataloader_to_ddp(stream(), share="by_worker")),
     "by hand": lambda rank: whole(patch_dataloader_to_ddp(given(), rank=rank, num_replicas=dist.get_world_size())),
     "refused": refused,

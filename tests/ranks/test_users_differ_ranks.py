@@ -71,7 +71,7 @@ PARTS: dict[str, Callable[[int, int], Any]] = {
     "files in another order": lambda rank, _: [(row + rank) % N for row in range(N)],
     "a part of the indices": lambda rank, ranks: SubsetRandomSampler([*range(rank, N, ranks)] * ranks),
 }
-ORDERS = ("draw different orders", "seed what it draws from", "weights, indices, sorted files", "order='leader'")
+ORDERS = ("draw different orders", "seed what it draws from", "weights, indices, sorted files", "broadcast_object_list")
 
 
 @program("error", each=PARTS, tells=(*ORDERS, "build it for one process", "is_ddp_aware = True"))
@@ -144,7 +144,7 @@ def each_rank_seeds_a_generator_of_pythons_anew(job: Job) -> None:
     job.train(train)
 
 
-@program("error", tells=("RandomSampler gave each its own", "seed what it draws from", "'leader'"))
+@program("error", tells=("RandomSampler gave each its own", "seed what it draws from", "broadcast_object_list"))
 def each_rank_gives_its_sampler_a_generator_later(job: Job) -> None:
     sampler = RandomSampler(range(N))
     train = job.patch(loader(sampler=sampler))
@@ -231,14 +231,10 @@ def one_rank_leaves_its_part_of_a_stream(job: Job) -> None:
 # Rows.
 
 
-@program(
-    "error",
-    each={"patched": {}, "shuffled": {"shuffle": True}, "workers": {"num_workers": 1}, "leader": {"lead": True}},
-)
+@program("error", each={"patched": {}, "shuffled": {"shuffle": True}, "workers": {"num_workers": 1}})
 def rows_are_shuffled_by_hand(job: Job, how: dict[str, Any]) -> None:
     dataset = users.Rows()
-    how, options = ({}, {"order": "leader"}) if "lead" in how else (how, {})
-    train = job.patch(loader(dataset, **how), **options)
+    train = job.patch(loader(dataset, **how))
     for _ in range(3):
         random.shuffle(dataset.rows)
         job.train(train)
@@ -296,11 +292,11 @@ def a_worker_dies_and_the_user_goes_on(job: Job, shuffle: bool) -> None:
 # Streams.
 
 
-@program("error", each={"drawn": {}, "led": {"order": "leader"}}, tells=("NoStepsError",))
-def some_ranks_have_no_full_batch(job: Job, options: dict[str, Any]) -> None:
+@program("error", tells=("NoStepsError",))
+def some_ranks_have_no_full_batch(job: Job) -> None:
     rows: Any = range(5 * job.world - 1)
     given = loader(sampler=Bare(rows), batch_size=5, drop_last=True)
-    job.train(job.patch(given, uneven="keep", **options), rows)
+    job.train(job.patch(given, uneven="keep"), rows)
 
 
 @program("error", tells=("NoStepsError",))

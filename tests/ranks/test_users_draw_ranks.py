@@ -168,8 +168,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batches": {"share": "batches"},
     "within batches": {"share": "within_batches", "uneven": "keep"},
     "costs": {"cost": [1 + number % 7 for number in range(N)]},
-    "leader": {"order": "leader"},
-    "seeded": {"order": "seeded"},
     "dropped": {"uneven": "drop"},
 }
 
@@ -194,11 +192,6 @@ RESUMED: dict[str, Make] = {
 @program("complete", each=RESUMED)
 def all_resume_in_an_epoch_after_others_drew(job: Job, make: Make) -> None:
     resumed(job, make)
-
-
-@program("complete", each=SHUFFLERS)
-def all_resume_after_a_leader(job: Job, make: Make) -> None:
-    resumed(job, make, order="leader")
 
 
 def resumed(job: Job, make: Make, **options: Any) -> None:

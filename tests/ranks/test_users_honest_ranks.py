@@ -15,7 +15,6 @@ import users
 from iterables import ShardPerWorker
 from jobs import Job, Programs
 from quick import soaked
-from repeaters import Infinite
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset
 from users import AUGMENTED, ITEMS, REMEDIED, SHUFFLERS, SIZE, N, loader
 
@@ -37,7 +36,7 @@ def of_all_ranks(losses: list[float]) -> list[float]:
     return together.tolist()
 
 
-@program("complete", each={"samples": {}, "batches": {"share": "batches"}, "leader": {"order": "leader"}})
+@program("complete", each={"samples": {}, "batches": {"share": "batches"}})
 def a_sampler_learns_from_all_ranks(job: Job, options: dict[str, Any]) -> None:
     raw: Any = loader(sampler=users.Learns())
     train = job.patch(raw, **options)
@@ -158,29 +157,14 @@ def some_ranks_have_an_item_less(job: Job, n: int) -> None:
     job.train(train, range(43), is_uneven=True, epochs=3)
 
 
-# What the errors say of orders by entropy, and of samplers that learn.
-LED: dict[str, Make] = {
-    **SHUFFLERS,
-    "entropy": lambda: loader(sampler=users.Entropic()),
-    "entropy, an iterator": lambda: loader(sampler=users.Iterates()),
-    "one iterator for all": lambda: Infinite(users.Numbers(), SIZE, shuffle=True, collate_fn=users.listed),
-}
+# What the error says of orders by entropy.
 
 
-@program("complete", each=LED)
-def a_leader_leads(job: Job, make: Make) -> None:
-    train = job.patch(make(), order="leader")
-    job.train(train, epochs=3)
-
-
-@program("complete")
-def a_leader_learns_from_its_own_rank(job: Job) -> None:
-    raw: Any = loader(sampler=users.Learns())
-    train = job.patch(raw, order="leader")
-    for _ in range(3):
-        for indices in job.step(job.begin(), train):
-            for index in indices:
-                raw.sampler.losses[index] = random.random()
+@program("complete", each={"entropy": users.Entropic, "entropy, an iterator": users.Iterates})
+def rank_0_sends_all_the_order_that_it_drew(job: Job, make: Callable[[], Any]) -> None:
+    sampler = make()
+    dist.broadcast_object_list(orders := [list(sampler)])
+    job.train(job.patch(loader(sampler=orders[0])), epochs=3)
 
 
 @program("complete")
@@ -294,7 +278,6 @@ def all_repeat_an_epoch(job: Job, make: Make) -> None:
 WAYS: dict[str, tuple[Make, dict[str, Any]]] = {
     "kept": (lambda: loader(users.Rows(range(43)), shuffle=True), {"uneven": "keep"}),
     "dropped": (lambda: loader(shuffle=True), {"uneven": "drop"}),
-    "led": (lambda: loader(shuffle=True), {"order": "leader"}),
     "persistent workers": (lambda: loader(shuffle=True, num_workers=1, persistent_workers=True), {}),
     "a stream": (lambda: loader(users.Stream()), {}),
     "by worker": (lambda: loader(users.Stream(), num_workers=1), {"share": "by_worker"}),

@@ -32,17 +32,14 @@ def weighing(rank: int, world_size: int) -> dict[str, Any]:
 
     return {
         "whole batches, drawn": steps(patched(loader(batch_sampler=Unequal(N)))),
-        "whole batches, led": steps(patched(loader(batch_sampler=Unequal(N)), order="leader")),
         "whole batches, some ranks have one more": steps(
-            patched(loader(batch_sampler=[[1, 2], [3]] * 2 + [[4]]), uneven="keep", order="leader")
+            patched(loader(batch_sampler=[[1, 2], [3]] * 2 + [[4]]), uneven="keep")
         ),
-        "fewer batches than ranks": steps(patched(loader(batch_sampler=[[1, 2, 3]]), uneven="keep", order="leader")),
+        "fewer batches than ranks": steps(patched(loader(batch_sampler=[[1, 2, 3]]), uneven="keep")),
         "parts of workers, some ranks have one more": steps(
             patched(DataLoader(ShardPerWorker((1, 4)), 1, num_workers=2, collate_fn=as_it_is), uneven="keep")
         ),
-        "divided batches, led": steps(
-            patched(loader(batch_sampler=Unequal(N)), share="within_batches", order="leader")
-        ),
+        "divided batches": steps(patched(loader(batch_sampler=Unequal(N)), share="within_batches")),
         "tokens": steps(patched(loader(5)), weight_of=tokens),
         "tokens of divided batches": steps(patched(loader(5), share="within_batches"), weight_of=tokens),
         "tokens, some ranks have one more": steps(patched(loader(5), uneven="keep"), weight_of=tokens),

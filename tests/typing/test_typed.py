@@ -73,7 +73,7 @@ def test_a_patched_loader_is_of_the_type_that_was_given() -> None:
     iterable = DataLoader(Stream(), batch_size=2)
     assert_type(patch_dataloader_to_ddp(iterable, rank=0, num_replicas=2, share="auto"), PatchedLoader[str])
     shuffled = DataLoader(Words(), shuffle=True)
-    assert_type(patch_dataloader_to_ddp(shuffled, rank=0, num_replicas=2, seed=0, order="seeded"), PatchedLoader[str])
+    assert_type(patch_dataloader_to_ddp(shuffled, rank=0, num_replicas=2, layout="contiguous"), PatchedLoader[str])
     logged = Logged(Words())
     logged.log = ["made"]
     patched = patch_dataloader_to_ddp(logged, rank=np.int64(0), num_replicas=2, timeout=60)

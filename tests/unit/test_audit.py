@@ -40,7 +40,7 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, Words, str]] = [
     (setups.double_sharding, "double_sharding", "77 of 103 samples", "Shard once"),
     (setups.by_local_rank, "missing", ("51 of 103 samples", "on ranks 0, 2"), PATCHED),
     (setups.ambient_order, "ranks_disagree", "seeded alike", "seed every rank alike"),
-    (setups.private_order, "missing", "of 100 samples are missing", "order='leader'"),
+    (setups.private_order, "missing", "of 100 samples are missing", "seed alike on every rank"),
     (setups.torchs, "same_order", ("2 epochs have 1 different order", "set_epoch()"), "set_epoch(epoch)"),
     (setups.torn, "split_batch", ("8 of the 8 batches", "of the 2 of one process"), "DDPBatchSamplerWrapper"),
     (setups.lost_tail, "missing", "100; 101; 102", "drop_last=False"),

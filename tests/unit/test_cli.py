@@ -186,7 +186,7 @@ def test_what_is_given_is_passed_on_and_nothing_else_to_the_patch(path: str, mon
     monkeypatch.setattr("ddp_patch.auditing.commands.audit", record)
     assert run("audit", f"{path}:train", "-w", "2").exit_code == 0
     assert not {*seen} & PATCHS
-    given: dict[str, Any] = {"order": "leader", "share": "by_worker", "seed": 4, "uneven": "drop"}
+    given: dict[str, Any] = {"layout": "contiguous", "share": "by_worker", "seed": 4, "uneven": "drop"}
     options = {**given, "max_items": 9, "epochs": 3}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert run("audit", f"{path}:train", "-w", "2", *words, "--epochs-differ").exit_code == 0

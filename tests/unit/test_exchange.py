@@ -17,7 +17,7 @@ import torch.distributed as dist
 from messages import assert_tells
 
 from ddp_patch import DDPPatchError
-from ddp_patch.errors import LeaderError, MissingRanksError, RankMismatchError, message_of
+from ddp_patch.errors import MissingRanksError, RankMismatchError, StateError, message_of
 from ddp_patch.ranks import exchange
 from ddp_patch.ranks.exchange import ranks_text, refuse, require_same
 from ddp_patch.ranks.packing import packed, unpacked
@@ -122,7 +122,7 @@ def test_junk_instead_of_a_record_is_an_error_on_every_rank_and_never_run(
 
 
 def test_errors_of_the_judge_come_as_their_class_and_text(store: Counting) -> None:
-    class MineError(LeaderError):
+    class MineError(StateError):
         """Of nobody else's knowing."""
 
     def judge(records: Any) -> Any:
@@ -130,7 +130,7 @@ def test_errors_of_the_judge_come_as_their_class_and_text(store: Counting) -> No
 
     first, second = on_ranks(2, lambda rank: meet(2, judge=judge))
     assert type(first) is MineError
-    assert type(second) is LeaderError
+    assert type(second) is StateError
     assert message_of(second) == "It cannot. Stop."
 
 

@@ -2,8 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from itertools import count, islice, product
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,6 @@ from ddp_patch.errors import StreamLengthError
 from ddp_patch.orders.chunks import MOST_AHEAD
 from ddp_patch.orders.orders import has_order, order_of
 from ddp_patch.positions_and_padding import Plan
-from ddp_patch.sharding.item_sources import in_pieces
-from ddp_patch.sharding.saved_state import States
 
 WORDS = [f"{index}.jpg" for index in range(103)]
 
@@ -175,7 +172,7 @@ class TooFew(LookedUp):
 
 
 def test_random_access_that_gives_too_few_items_is_refused() -> None:
-    wrapper = DDPSamplerWrapper(TooFew(10), False, num_replicas=2, rank=0, order="seeded")
+    wrapper = DDPSamplerWrapper(TooFew(10), False, num_replicas=2, rank=0)
     with raises(StreamLengthError, ("TooFew.items_at()", "4 items", "5 positions"), "one item"):
         list(wrapper)
 
@@ -185,7 +182,7 @@ def test_random_access_that_gives_too_few_items_is_refused() -> None:
 def test_a_sampler_with_random_access_is_asked_for_its_share_alone(n: int, world_size: int) -> None:
     sampler = LookedUp(n)
     for rank in (0, world_size // 2, world_size - 1):
-        options: Any = {"num_replicas": world_size, "rank": rank, "order": "seeded"}
+        options: Any = {"num_replicas": world_size, "rank": rank}
         wrapper = DDPSamplerWrapper(sampler, False, **options)
         wrapper.set_epoch(3)
         share = Plan(rank, world_size).share(n)
@@ -200,7 +197,7 @@ def test_a_sampler_with_random_access_is_asked_for_its_share_alone(n: int, world
 
 def test_a_position_is_reached_without_asking_for_those_before() -> None:
     sampler = LookedUp(10**9)
-    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=4, rank=1, order="seeded")
+    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=4, rank=1)
     wrapper.load_state_dict(wrapper.state_dict() | {"epoch": 2, "parts": [[[4, 10**8]]]})
     assert next(iter(wrapper)) == 10**9 - 1 - (4 * 10**8 + 1)
     assert sampler.asked == 64
@@ -223,7 +220,7 @@ def test_whole_rounds_come_before_an_exception(fails_at: int, is_batch: bool) ->
 
     for rank in range(3):
         given: list[Any] = []
-        wrapper = DDPBatchSamplerWrapper(Failing(), False, num_replicas=3, rank=rank, order="seeded")
+        wrapper = DDPBatchSamplerWrapper(Failing(), False, num_replicas=3, rank=rank)
         with pytest.raises(RuntimeError, match="the user's own"):
             given.extend(wrapper)
         assert given == [[index] if is_batch else index for index in range(rank, fails_at - fails_at % 3, 3)]
@@ -246,14 +243,6 @@ def test_an_order_is_held_in_32_bits_and_once() -> None:
     look_up: Any = order.at
     (tensor,) = look_up.args
     assert tensor.untyped_storage().nbytes() == 4_000_000
-
-
-def test_a_leader_draws_an_ordinary_epoch_at_once_and_an_endless_one_in_pieces_that_grow_to_a_limit() -> None:
-    states = States(), lambda: States((1,))
-    ((items, before, after),) = in_pieces(lambda: iter(range(100_000)), nullcontext, states, 2**20, 2**20)
-    assert (items, before, after) == ([*range(100_000)], States(), States((1,)))
-    endless = in_pieces(count, nullcontext, states, 2**12, 2**20)
-    assert [len(items) for items, *_ in islice(endless, 12)] == [min(2 ** (12 + place), 2**20) for place in range(12)]
 
 
 # How cost grows with n and the number of ranks, counted: what a rank draws, asks for and holds ahead.
@@ -287,7 +276,7 @@ class Source(Sampler[int]):
 @pytest.mark.parametrize("n", SIZES)
 def test_any_sampler_is_drawn_a_bounded_way_ahead(n: int, world_size: int) -> None:
     sampler = Source(n)
-    wrapper = share_of(sampler, world_size, order="seeded")
+    wrapper = share_of(sampler, world_size)
     sampler.drawn = 0
     first = list(islice(iter(wrapper), BATCH))
     needed = min(n, world_size * BATCH)

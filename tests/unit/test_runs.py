@@ -110,10 +110,8 @@ def test_what_ranks_gave_is_not_in_the_samplers_order() -> None:
 
 def runs_on_a_rank(rank: int, ranks: int) -> tuple[list[int], str]:
     torch.manual_seed(rank)
-    led = patch_dataloader_to_ddp(
-        DataLoader(Indices(), 3, shuffle=True), layout="contiguous", order="leader", uneven="keep"
-    )
-    items = [item for batch in led for item in batch.tolist()]
+    patched = patch_dataloader_to_ddp(DataLoader(Indices(), 3, shuffle=True), layout="contiguous", uneven="keep")
+    items = [item for batch in patched for item in batch.tolist()]
     try:
         patch_dataloader_to_ddp(DataLoader(Indices()), layout="contiguous" if rank else "interleaved")
     except RankMismatchError as error:
@@ -121,7 +119,7 @@ def runs_on_a_rank(rank: int, ranks: int) -> tuple[list[int], str]:
     return items, ""
 
 
-def test_real_ranks_agree_on_it_and_a_leader_sends_runs() -> None:
+def test_real_ranks_agree_on_it_and_draw_runs() -> None:
     ranks = run_ranks(runs_on_a_rank, 2)
     assert sorted(item for run, _ in ranks for item in run) == list(range(N))
     assert all("layout: interleaved on rank 0; contiguous on rank 1" in told for _, told in ranks)

@@ -73,7 +73,7 @@ def iterable(workers: int = 0, **options: Any) -> DataLoader[Any]:
 USERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "shuffle=True": patched(lambda: DataLoader(Indices(), 3, shuffle=True, collate_fn=as_it_is)),
     "a length that follows from the seed": patched(
-        lambda: DataLoader(Indices(), 3, sampler=OfRandomLength(), collate_fn=as_it_is), order="seeded"
+        lambda: DataLoader(Indices(), 3, sampler=OfRandomLength(), collate_fn=as_it_is)
     ),
     "iterable": patched(iterable),
     "iterable, workers": patched(lambda: iterable(2)),
