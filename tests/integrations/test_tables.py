@@ -11,6 +11,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from ddp_patch.errors import RankMismatchError
+from ddp_patch.loaders.columns import columns_digest, columns_of, compared
+from ddp_patch.ranks.agreement import require_same_data
 
 N = 40
 NAMES = np.array([f"{index}.jpg" for index in range(N)])
