@@ -512,7 +512,7 @@ ITEMS: dict[str, Callable[[int], Any]] = {
 NUMBERED: dict[str, Callable[[int], Any]] = {
     "numbers": int,
     "tensors": torch.tensor,
-    "tokens": lambda number: {"id": torch.full((9,), number)},
+    "tokens": lambda number: {"id": float(number), "tokens": torch.full((9,), number)},
     "dicts of tensors": lambda number: {"id": torch.tensor(number), "picture": torch.zeros(2, 2)},
     "a label beside noise": lambda number: {"x": number + noise(), "label": number % 5},
     "a text in common": lambda number: (number, "a name", 0.5),

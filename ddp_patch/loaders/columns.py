@@ -11,7 +11,7 @@ import copy
 import os
 from array import array
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import partial
@@ -26,7 +26,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_patch.compat.private_packages import is_hugging_face_table, is_table, rows_at
-from ddp_patch.loaders.samples import length_of
 from ddp_patch.orders.digest import few_numbers, few_places, fingerprint
 from ddp_patch.orders.random_states import is_users
 from ddp_patch.walks import LOOKED_AT, held, stored, walk
@@ -47,8 +46,8 @@ __all__ = [
 # So many elements are looked at, evenly spread; of Hugging Face's tables rows, which may hold pictures.
 _MOST: Final = 256
 _MOST_ROWS: Final = 16
-# When a pass begins, so many of each column, and of all columns.
-_FEWEST, _MOST_IN_ALL = 16, 512
+# When passes begin, so many columns are looked at, and so many elements of all: that is to cost little in every epoch.
+_MOST_KEPT, _MOST_IN_ALL = 8, 128
 # An attribute of fewer elements is a setting. Of an element's parts, so many count.
 _FEW: Final = 8
 _PARTS: Final = 64
@@ -124,10 +123,9 @@ def columns_digest(dataset: Any, names: Collection[str]) -> str:
         >>> before == columns_digest(rows, ["the elements of a list"]), columns_digest(rows, [])
         (False, '')
     """
-    # Of many columns few elements each: that is to cost little in every epoch.
-    most = min(_MOST, max(_FEWEST, _MOST_IN_ALL // max(1, len(names))))
+    most = _MOST_IN_ALL // max(1, len(names))
     digests = {name: told.digest for _, name, told in _looked_at(dataset, names, most)} if names else {}
-    return fingerprint([digests])[:16] if names and len(digests) == len(names) else ""
+    return _digest(sorted(digests.items())) if names and len(digests) == len(names) else ""
 
 
 def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
@@ -149,10 +147,11 @@ def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
             if all(one.proves for one in each):
                 proven[column.holder] = max(proven[column.holder], tells)
     counted = [(column, tells) for column, tells, differs in told if differs and proven[column.holder] <= tells]
+    kept = [each.name for each, tells, differs in told if not differs and 0 < tells == best[each.holder]]
     return Verdict(
         tuple(column.name for column, tells in counted if tells),
         tuple(column.name for column, tells in counted if not tells and not proven[column.holder]),
-        tuple(each.name for each, tells, differs in told if not differs and 0 < tells == best[each.holder]),
+        tuple(kept[place] for place in spread(len(kept), _MOST_KEPT)),
     )
 
 
@@ -173,9 +172,8 @@ def _columns(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     for part in islice(_datasets(dataset), LOOKED_AT):
         kind = type(part).__name__
         holders[kind] += 1
-        if (n := length_of(part, ())) is None:
-            continue
-        for name, value, least in _held(part):
+        n = _length(part)
+        for name, value, least in _held(part) if n >= 0 else ():
             if (values := plain_data(value)) is not None and len(values) == n >= least and id(value) not in seen:
                 seen.add(id(value))
                 names[name] += 1
@@ -188,6 +186,13 @@ def _datasets(dataset: Any) -> Iterator[Any]:
         yield part
         if isinstance(part, Subset) and not _is_dataset(part.dataset):
             yield part.dataset
+
+
+def _length(part: Any) -> int:
+    """Return how many samples a dataset has; -1 if it does not say."""
+    with suppress(Exception):  # the user's
+        return len(part)
+    return -1
 
 
 def _is_dataset(value: Any) -> bool:
@@ -233,10 +238,10 @@ def _parts(value: Any, *, closures: bool) -> Iterator[tuple[Any, Any]]:
 
 def plain_data(value: Any) -> Any:
     """Return plain data or a table; None of anything else."""
-    if is_table(value) or is_hugging_face_table(value):
-        return value
-    is_strange = isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.layout != torch.strided)
-    return value if type(value) in _PLAIN and getattr(value, "shape", (1,)) != () and not is_strange else None
+    if type(value) in _PLAIN:
+        is_strange = isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.layout != torch.strided)
+        return None if is_strange or getattr(value, "shape", (1,)) == () else value
+    return value if is_table(value) or is_hugging_face_table(value) else None
 
 
 # ---- elements ----
@@ -253,8 +258,7 @@ class _Told(NamedTuple):
 def _told_of(values: Any, most: int) -> _Told | None:
     """Return what some elements tell, evenly spread; None of a cache, which has None for those that did not come."""
     n = len(values)
-    # Of Hugging Face's tables a row may hold a picture.
-    places = spread(n, min(most, _MOST_ROWS) if is_hugging_face_table(values) else most)
+    places = spread(n, most)
     if isinstance(values, torch.Tensor):
         with suppress(TypeError, RuntimeError):  # numpy, which is faster here, lacks some types
             values = values.detach().numpy()
@@ -265,8 +269,7 @@ def _told_of(values: Any, most: int) -> _Told | None:
         if type(None) in map(type, looked_at):
             return None
         elements, by = _described(looked_at)
-    digest = blake2b(repr((n, elements)).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return _Told(digest, by if len({*elements}) == len(elements) else NOTHING, elements == places)
+    return _Told(_digest((n, elements)), by if len({*elements}) == len(elements) else NOTHING, elements == places)
 
 
 def _rows_of(values: Any, places: list[int]) -> tuple[list[Any], int] | None:
@@ -289,16 +292,16 @@ def _rows_of(values: Any, places: list[int]) -> tuple[list[Any], int] | None:
 
 def elements_at(values: Any, places: list[int]) -> list[Any]:
     """Return some elements of plain data, or rows of a table."""
-    if is_hugging_face_table(values):
-        rows = copy.copy(values)
-        rows.set_format("arrow")  # as they are stored, with nothing decoded
-        found: list[Any] = rows[places].to_pylist()
-        return found
-    if is_table(values):
-        return rows_at(values, places)
     if isinstance(values, np.ndarray | torch.Tensor) and values.ndim == 1:
         return list(values[places].tolist())
-    return [values[place] for place in places]
+    if type(values) in _PLAIN:
+        return [values[place] for place in places]
+    if is_table(values):
+        return rows_at(values, places)
+    rows = copy.copy(values)
+    rows.set_format("arrow")  # as they are stored, with nothing decoded
+    found: list[Any] = rows[[places[at] for at in spread(len(places), _MOST_ROWS)]].to_pylist()
+    return found
 
 
 def _described(elements: list[Any]) -> tuple[list[Any], int]:
@@ -306,13 +309,9 @@ def _described(elements: list[Any]) -> tuple[list[Any], int]:
     kinds = {*map(type, elements)}
     if kinds <= {int, bool}:
         return elements, NUMBERS
-    # As few parts of paths as tell them apart.
-    for length in (1, 2, 3):
-        found = [_parts_of(element, length) for element in elements]
-        if len({*found}) == len(found):
-            break
-    else:
-        found = [_parts_of(element, 1) for element in elements]
+    if kinds == {str}:
+        return _apart(elements, last_parts), NAMES
+    found = _apart(elements, _parts_of)
     if () in found:
         return [*map(_value_of, elements)], VALUES
     if len({*map(len, found)}) == 1:  # what all have in common tells none apart
@@ -321,10 +320,17 @@ def _described(elements: list[Any]) -> tuple[list[Any], int]:
     return found, NAMES if any(isinstance(part, str | bytes) for part in chain(*found)) else NUMBERS
 
 
+def _apart(elements: list[Any], told: Callable[[Any, int], Any]) -> list[Any]:
+    """Return what is told of elements by as few last parts of paths as tell them apart."""
+    for length in (1, 2, 3):
+        found = [told(element, length) for element in elements]
+        if len({*found}) == len(found):
+            return found
+    return [told(element, 1) for element in elements]
+
+
 def _parts_of(element: Any, length: int) -> tuple[str | bytes | int, ...]:
     """Return the texts and whole numbers in an element, and one level into it; of paths so many last parts."""
-    if type(element) is str:
-        return (last_parts(element, length),)
     parts: Iterable[Any] = (element,)
     if isinstance(element, list | tuple):
         parts = element[:: -(-len(element) // _PARTS)] if element else ()
@@ -358,6 +364,11 @@ def last_parts(text: str, length: int) -> str:
     """
     path = text.partition("?")[0] if "://" in text else text.replace("\\", "/")
     return "/".join(path.rsplit("/", length)[-length:])
+
+
+def _digest(value: Any) -> str:
+    """Return a digest of texts, bytes and whole numbers in lists and tuples."""
+    return blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def spread(n: int, most: int) -> list[int]:

@@ -264,9 +264,9 @@ CHANGED: dict[str, tuple[Callable[[], Any], Change]] = {
         lambda: Subset(Indices(), [0, 1, 2]),
         lambda subset, rank: subset.indices.append(5 + rank),
     ),
-    "one of many columns": (
-        lambda: Holding(300, **{f"x{place}": [*range(place, 300 + place)] for place in range(20)}),
-        put("x7", lambda rank: shuffled(range(300), rank)),
+    "one of several columns": (
+        lambda: Holding(300, **{f"x{place}": [*range(place, 300 + place)] for place in range(5)}),
+        put("x3", lambda rank: shuffled(range(300), rank)),
     ),
     "tensors": (lambda: TensorDataset(X.clone()), lambda data, rank: data.tensors[0].add_(rank)),
 }
