@@ -14,7 +14,6 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
-from functools import partial
 from hashlib import blake2b
 from inspect import getclosurevars
 from itertools import chain, islice
@@ -28,7 +27,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from ddp_patch.compat.private_packages import is_hugging_face_table, is_table, rows_at
 from ddp_patch.orders.digest import few_numbers, few_places, fingerprint
 from ddp_patch.orders.random_states import is_users
-from ddp_patch.walks import LOOKED_AT, held, stored, walk
+from ddp_patch.walks import LOOKED_AT, elements, stored, walk
 
 __all__ = [
     "Column",
@@ -47,7 +46,7 @@ __all__ = [
 _MOST: Final = 256
 _MOST_ROWS: Final = 16
 # When passes begin, so many columns are looked at, and so many elements of all: that is to cost little in every epoch.
-_MOST_KEPT, _MOST_IN_ALL = 8, 128
+_MOST_KEPT, _MOST_IN_ALL = 4, 128
 # An attribute of fewer elements is a setting. Of an element's parts, so many count.
 _FEW: Final = 8
 _PARTS: Final = 64
@@ -56,6 +55,8 @@ _PLAIN: Final = (list, tuple, range, array, np.ndarray, np.memmap, torch.Tensor)
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _NO_DATASETS: Final = {*_PLAIN, *_DICTS, str, int, float, bool, type(None)}
 
+# Begins what tells columns of one name apart.
+_NUMBER: Final = " (number "
 # By what a column tells samples apart: the more, the surer.
 NOTHING, VALUES, NUMBERS, NAMES = range(4)
 
@@ -159,33 +160,44 @@ def _looked_at(
     dataset: Any, names: Collection[str] | None = None, most: int = _MOST
 ) -> Iterator[tuple[str, str, "_Told"]]:
     """Yield which dataset holds a column, its name, and what is told of it; of those of some names, or of all."""
-    for holder, name, values in _columns(dataset):
+    for holder, name, values in _columns(dataset, names):
         if names is None or name in names:
             with suppress(Exception):  # the user's elements
                 if (told := _told_of(values, most)) is not None:
                     yield holder, name, told
 
 
-def _columns(dataset: Any) -> Iterator[tuple[str, str, Any]]:
+def _columns(dataset: Any, names: Collection[str] | None) -> Iterator[tuple[str, str, Any]]:
     """Yield the columns of a dataset and of those in it: which dataset holds it, its name, and its values."""
-    holders, names, seen = Counter[str](), Counter[str](), set[int]()
+    wanted = None if names is None else {name.partition(_NUMBER)[0] for name in names}
+    holders, named, seen = Counter[str](), Counter[str](), set[int]()
     for part in islice(_datasets(dataset), LOOKED_AT):
-        kind = type(part).__name__
+        kind, n = type(part).__name__, _length(part)
         holders[kind] += 1
-        n = _length(part)
         for name, value, least in _held(part) if n >= 0 else ():
-            if (values := plain_data(value)) is not None and len(values) == n >= least and id(value) not in seen:
+            if (wanted is not None and name not in wanted) or (values := plain_data(value)) is None:
+                continue
+            if len(values) == n >= least and id(value) not in seen:
                 seen.add(id(value))
-                names[name] += 1
-                yield f"{kind} {holders[kind]}", f"{name} (number {names[name]})" if names[name] > 1 else name, values
+                named[name] += 1
+                yield f"{kind} {holders[kind]}", f"{name}{_NUMBER}{named[name]})" if named[name] > 1 else name, values
 
 
 def _datasets(dataset: Any) -> Iterator[Any]:
     """Yield a dataset and all in it, at any depth, from the outside in; of a ``Subset`` also a list."""
-    for part in walk(dataset, partial(held, is_wanted=_is_dataset)):
+    for part in walk(dataset, _inner):
         yield part
         if isinstance(part, Subset) and not _is_dataset(part.dataset):
             yield part.dataset
+
+
+def _inner(part: Any) -> Iterator[Any]:
+    """Yield the datasets that a dataset holds, alone or in a list or dict that begins with one."""
+    for value in stored(part).values():
+        if _is_dataset(value):
+            yield value
+        elif any(map(_is_dataset, islice(elements(value), 1))):
+            yield from filter(_is_dataset, elements(value))
 
 
 def _length(part: Any) -> int:
@@ -263,13 +275,13 @@ def _told_of(values: Any, most: int) -> _Told | None:
         with suppress(TypeError, RuntimeError):  # numpy, which is faster here, lacks some types
             values = values.detach().numpy()
     if isinstance(values, np.ndarray | torch.Tensor) and (rows := _rows_of(values, places)) is not None:
-        elements, by = rows
+        told, by = rows
     else:
         looked_at = elements_at(values, places)
         if type(None) in map(type, looked_at):
             return None
-        elements, by = _described(looked_at)
-    return _Told(_digest((n, elements)), by if len({*elements}) == len(elements) else NOTHING, elements == places)
+        told, by = _described(looked_at)
+    return _Told(_digest((n, told)), by if len({*told}) == len(told) else NOTHING, told == places)
 
 
 def _rows_of(values: Any, places: list[int]) -> tuple[list[Any], int] | None:
@@ -304,29 +316,29 @@ def elements_at(values: Any, places: list[int]) -> list[Any]:
     return found
 
 
-def _described(elements: list[Any]) -> tuple[list[Any], int]:
-    """Return what counts of each element, as a value that can be hashed, and by what they may differ."""
-    kinds = {*map(type, elements)}
+def _described(looked_at: list[Any]) -> tuple[list[Any], int]:
+    """Return what counts of each element, as a value that can be hashed, and by what these may differ."""
+    kinds = {*map(type, looked_at)}
     if kinds <= {int, bool}:
-        return elements, NUMBERS
+        return looked_at, NUMBERS
     if kinds == {str}:
-        return _apart(elements, last_parts), NAMES
-    found = _apart(elements, _parts_of)
+        return _apart(looked_at, last_parts), NAMES
+    found = _apart(looked_at, _parts_of)
     if () in found:
-        return [*map(_value_of, elements)], VALUES
+        return [*map(_value_of, looked_at)], VALUES
     if len({*map(len, found)}) == 1:  # what all have in common tells none apart
         apart = [parts for parts in zip(*found, strict=True) if len({*parts}) > 1]
         found = [*zip(*apart, strict=True)] if apart else found
     return found, NAMES if any(isinstance(part, str | bytes) for part in chain(*found)) else NUMBERS
 
 
-def _apart(elements: list[Any], told: Callable[[Any, int], Any]) -> list[Any]:
-    """Return what is told of elements by as few last parts of paths as tell them apart."""
+def _apart(looked_at: list[Any], told: Callable[[Any, int], Any]) -> list[Any]:
+    """Return what is told of elements, by as few last parts of paths as tell them apart."""
     for length in (1, 2, 3):
-        found = [told(element, length) for element in elements]
+        found = [told(element, length) for element in looked_at]
         if len({*found}) == len(found):
             return found
-    return [told(element, 1) for element in elements]
+    return [told(element, 1) for element in looked_at]
 
 
 def _parts_of(element: Any, length: int) -> tuple[str | bytes | int, ...]:

@@ -82,7 +82,7 @@ def few_numbers(values: Any) -> bytes:
         >>> few_numbers(np.arange(6, dtype=np.int8))
         b'int8(6,)\x00\x01\x02\x03\x04\x05'
         >>> one, other = torch.zeros(3, 224, 224), torch.zeros(3, 224, 224)
-        >>> other[2, 112, 168] = 1
+        >>> other[2] = 1
         >>> few_numbers(one) == few_numbers(other), len(few_numbers(one)) < 300
         (False, True)
     """

@@ -265,7 +265,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], Change]] = {
         lambda subset, rank: subset.indices.append(5 + rank),
     ),
     "one of several columns": (
-        lambda: Holding(300, **{f"x{place}": [*range(place, 300 + place)] for place in range(5)}),
+        lambda: Holding(300, **{f"x{place}": [*range(place, 300 + place)] for place in range(4)}),
         put("x3", lambda rank: shuffled(range(300), rank)),
     ),
     "tensors": (lambda: TensorDataset(X.clone()), lambda data, rank: data.tensors[0].add_(rank)),
