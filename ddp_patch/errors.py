@@ -56,6 +56,7 @@ __all__ = [
     "NotPatchedError",
     "OutputsError",
     "RankMismatchError",
+    "RankMismatchWarning",
     "RanksFailedError",
     "SamplerError",
     "StateError",
