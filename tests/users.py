@@ -124,7 +124,7 @@ class Hidden(Numbers):
 
     def __init__(self, order: Iterable[int], **held: Any) -> None:
         rows = [*order]
-        self.row = lambda index: rows[index]
+        self.row: Callable[[int], int] = lambda index: rows[index]
         self.labels = [row // 4 for row in rows]
         vars(self).update(held)
 
@@ -139,7 +139,8 @@ class Split(Numbers):
         self.part: Subset[int] = Subset(Rows(range(2 * N)), rng.sample(range(N), N))
 
     def __getitem__(self, index: int) -> int:
-        return self.part[index]
+        number: int = self.part[index]
+        return number
 
 
 class Reads(Numbers):

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_patch.compat.private_packages import is_hugging_face_table, is_table, rows_at
-from ddp_patch.orders.digest import few_numbers, few_places, fingerprint
+from ddp_patch.orders.digest import as_array, few_numbers, few_places, fingerprint
 from ddp_patch.orders.random_states import is_users
 from ddp_patch.walks import LOOKED_AT, elements, stored, walk
 
@@ -271,10 +271,7 @@ def _told_of(values: Any, most: int) -> _Told | None:
     """Return what some elements tell, evenly spread; None of a cache, which has None for those that did not come."""
     n = len(values)
     places = spread(n, most)
-    if isinstance(values, torch.Tensor):
-        with suppress(TypeError, RuntimeError):  # numpy, which is faster here, lacks some types
-            values = values.detach().numpy()
-    if isinstance(values, np.ndarray | torch.Tensor) and (rows := _rows_of(values, places)) is not None:
+    if (rows := _rows_of(values, places)) is not None:
         told, by = rows
     else:
         looked_at = elements_at(values, places)
@@ -288,24 +285,20 @@ def _rows_of(values: Any, places: list[int]) -> tuple[list[Any], int] | None:
     """Return some of each row of an array of numbers; None of a flat one of whole numbers, or of other values."""
     if isinstance(values, torch.Tensor):
         is_whole = not (values.is_floating_point() or values.is_complex())
-    elif values.dtype.kind in "biufc":
+    elif isinstance(values, np.ndarray) and values.dtype.kind in "biufc":
         is_whole = values.dtype.kind in "biu"
     else:
         return None
     if is_whole and values.ndim == 1:
         return None
-    some = values[(slice(None), *few_places(tuple(values.shape[1:])))][places]
-    if isinstance(some, torch.Tensor):
-        some = (
-            some.detach().resolve_conj().resolve_neg().reshape(len(places), -1).contiguous().view(torch.uint8).numpy()
-        )
+    some = as_array(values)[(slice(None), *few_places(tuple(values.shape[1:])))][places]
     return [row.tobytes() for row in some], NUMBERS if is_whole else VALUES
 
 
 def elements_at(values: Any, places: list[int]) -> list[Any]:
     """Return some elements of plain data, or rows of a table."""
     if isinstance(values, np.ndarray | torch.Tensor) and values.ndim == 1:
-        return list(values[places].tolist())
+        return list(as_array(values)[places].tolist())
     if type(values) in _PLAIN:
         return [values[place] for place in places]
     if is_table(values):

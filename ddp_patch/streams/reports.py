@@ -167,40 +167,42 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
         >>> list(marked(iter("ab"), report)), int(report["read"])
         (['a', 'b'], 2)
     """
-    number, wanted, first = report["number"], 1, None
-    digests, parts = (Digest(), Digest()), (list[bytes](), list[bytes]())
-    is_told = are_apart = False
+    number, wanted = report["number"], 1
+    of_names, of_numbers, names, numbers = Digest(), Digest(), list[bytes](), list[bytes]()
+    first, is_told, are_apart = None, False, False
     identity_of = ItemNames().identity_of
     report["marks"] = 0
-
-    def add() -> None:
-        for digest, of_items in zip(digests, parts, strict=True):
-            digest.add_names(of_items)
-            of_items.clear()
-
     for item in items:
         identity = identity_of(item)
-        first = first or identity
-        is_told, are_apart = is_told or identity != NOTHING, are_apart or identity != first
-        for of_items, part in zip(parts, identity, strict=True):
-            of_items.append(part)
-        if len(parts[0]) == wanted:
-            add()
-            place = _PLACES.get(digests[0].count)
+        names.append(identity[0])
+        numbers.append(identity[1])
+        if not are_apart:
+            first = first or identity
+            is_told, are_apart = is_told or identity != NOTHING, identity != first
+        if len(names) == wanted:
+            _add(of_names, names)
+            _add(of_numbers, numbers)
+            place = _PLACES.get(of_names.count)
             if place is not None and report["number"] == number:  # else a later pass has the memory
-                report["values"][place], report["numbers"][place] = (digest.value for digest in digests)
-                report["is_told"] = is_told + (is_told and are_apart)
+                report["values"][place], report["numbers"][place] = of_names.value, of_numbers.value
+                report["is_told"] = is_told + are_apart
                 report["marks"] = place + 1  # last: the mark is there when it counts
-            wanted = min(_AT_ONCE, digests[0].until_mark)
+            wanted = min(_AT_ONCE, of_names.until_mark)
         yield item
-    if parts[0]:
-        add()
-    for digest in digests:
+    for digest, rest in ((of_names, names), (of_numbers, numbers)):
+        _add(digest, rest)
         digest.end()
     if report["number"] == number:
-        report["end"], report["numbers_end"] = (digest.marks[END] for digest in digests)
-        report["is_told"] = is_told + (is_told and are_apart)
-        report["read"] = digests[0].count
+        report["end"], report["numbers_end"] = of_names.marks[END], of_numbers.marks[END]
+        report["is_told"] = is_told + are_apart
+        report["read"] = of_names.count
+
+
+def _add(digest: Digest, parts: list[bytes]) -> None:
+    """Add what is told of some items to a digest, and forget it."""
+    if parts:
+        digest.add_names(parts)
+        parts.clear()
 
 
 # ---- identity ----
@@ -265,6 +267,8 @@ class ItemNames:
         kind = type(item)
         if kind is int:
             return b"", b"%d" % item
+        if kind is str and len(item) < _PIECE:
+            return self._path(item).encode("utf-8", "surrogatepass"), b""
         if (found := self._found_in(item)) is None:
             return NOTHING
         if found.names or found.numbers or not found.others:

@@ -278,7 +278,7 @@ def a_function_says_that_rows_are_in_another_order(job: Job) -> None:
 @program("error", tells=("differ at the same indices, in what fingerprint= returns",), each=SAMPLED)
 def a_function_says_that_rows_are_shuffled(job: Job, how: Any) -> None:
     dataset = users.Hidden(range(N))
-    sampler = DistributedSampler(dataset) if how else None
+    sampler: Any = DistributedSampler(dataset) if how else None
     train = job.patch(loader(dataset, sampler=sampler), fingerprint=rows_of)
     for epoch in range(2):
         if sampler is not None:
