@@ -140,7 +140,7 @@ class Program:
 
 
 # What a state has in every version that is compared.
-STATE_FIELDS = ("version", "loader", "epoch", "seed", "parts", "turn", "states")
+STATE_FIELDS = ("version", "loader", "epoch", "seed", "taken", "turn", "steps", "ranks", "order", "states")
 
 
 class Rank:

@@ -134,7 +134,7 @@ def from_the_middle(sampler: Any, world_size: int) -> Iterable[Any]:
     given: DataLoader[Any] = DataLoader(Numbers(n), BATCH, sampler=ScalableRandomSampler(n, seed=1))
     patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=world_size)
     half = n // world_size // BATCH // 2 * BATCH
-    restore_loader(patched, loader_state(patched) | {"parts": [[[world_size, half]]]})
+    restore_loader(patched, loader_state(patched) | {"taken": [world_size * half]})
     return patched.batch_sampler or ()
 
 

@@ -1,13 +1,13 @@
 """Share a loader among replicas that come and go, step by step, so that each sample of an epoch comes once.
 
-A position says what was consumed by how many ranks, and what is left is a stream that any number can share. So the
-replicas hold one position, which moves when a step counts. Each step's batch is a share of the next global batch:
+A position says how many samples all replicas have taken, and what is left is a stream that any number can share. So
+the replicas hold one position, which moves when a step counts. Each step's batch is a share of the next global batch:
 
-    step   replicas   batches    counts   position after it
-    0      3          0 1 2      yes      [[3, 1]]
-    1      3          3 4 5      no       [[3, 1]]             one was killed
-    1      2          3 4        yes      [[3, 1], [2, 1]]     the others go on
-    2      3          5 6 7      yes      [[3, 1], [2, 1], [3, 1]]
+    step   replicas   batches    counts   batches taken after it
+    0      3          0 1 2      yes      3
+    1      3          3 4 5      no       3                        one was killed
+    1      2          3 4        yes      5                        the others go on
+    2      3          5 6 7      yes      8
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from ddp_patch.orders.digest import number_of
 from ddp_patch.orders.orders import has_order, order_of
 from ddp_patch.orders.random_states import look, random_generators, seeded_anew, set_generator_state
 from ddp_patch.patching import patch_dataloader_to_ddp
-from ddp_patch.ranks.mailbox import unwatched
+from ddp_patch.ranks.claims import unwatched
 from ddp_patch.resume import loader_state, restore_loader
 from ddp_patch.sharding.saved_state import epoch_after
 from ddp_patch.sharding.state_text import from_text
@@ -60,8 +60,8 @@ class ElasticLoader(Generic[T]):
         [[0, 2], [1, 3]]
         >>> loader.batch(0, 0, 1)[0].tolist(), loader.batch(1, 0, 1)[0].tolist()  # step 1 follows: step 0 counts
         ([0, 1], [2, 3])
-        >>> loader.state(1)["parts"], loader.state(2)["parts"]
-        ([[[1, 2]]], [[[1, 4]]])
+        >>> loader.state(1)["taken"], loader.state(2)["taken"]
+        ([2], [4])
     """
 
     def __init__(self, loader: DataLoader[T], **options: Any) -> None:
@@ -164,7 +164,7 @@ class ElasticLoader(Generic[T]):
         """
         state = self.state(step)
         states = {name: kept for name, kept in from_text(state["states"]).items() if name != "streams"}
-        place = [state[name] for name in ("epoch", "seed", "parts", "turn")]
+        place = [state[name] for name in ("epoch", "seed", "taken", "turn")]
         return number_of([self._loader_number, state["loader"]]), number_of([place, states])
 
     def _patch(self, rank: int, num_replicas: int) -> PatchedLoader[T]:

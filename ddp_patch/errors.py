@@ -29,6 +29,7 @@ with the command that shows that section.
         ├── AssumedShardedWarning        a map-style dataset with a rank in it counts as sharded
         ├── CannotResumeWarning          a checkpoint is saved without a loader's position
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
+        ├── PartialPassWarning           other ranks have not begun a pass that this one was given whole
         ├── StreamLengthWarning          a len() is wrong: a sampler's, or a loader's after the patch
         ├── StreamOrderWarning           the ranks cannot compare in which order they read
         └── UnpatchedLoaderWarning       a loader is iterated itself, and not its patched copy
@@ -55,6 +56,7 @@ __all__ = [
     "NotDistributedWarning",
     "NotPatchedError",
     "OutputsError",
+    "PartialPassWarning",
     "RankMismatchError",
     "RankMismatchWarning",
     "RanksFailedError",
@@ -244,6 +246,10 @@ class RankMismatchWarning(DDPPatchWarning):
 
 class UnpatchedLoaderWarning(DDPPatchWarning):
     """A loader of which a patched copy was returned is iterated itself, so this rank gets all of its data."""
+
+
+class PartialPassWarning(DDPPatchWarning):
+    """Other ranks have not begun a pass that this one was given whole, so it saw a part of the data."""
 
 
 class NotDistributedWarning(DDPPatchWarning):

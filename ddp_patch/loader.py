@@ -26,8 +26,8 @@ from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.overlap import NotedIndices
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
-from ddp_patch.ranks.log import State
-from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.orders.chunks import State
+from ddp_patch.ranks.pass_facts import PassMonitor
 from ddp_patch.sharding.batches import CountedIterator, EmptyIterator, RepeatedPasses, WatchedIterator, by_value
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.sampler import EpochSampler

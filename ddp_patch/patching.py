@@ -35,7 +35,8 @@ from ddp_patch.loaders.samples import iterated_by, length_of
 from ddp_patch.options import Fingerprint, Layout, Options, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
-from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.parts import Parts
+from ddp_patch.ranks.pass_facts import PassMonitor, Rules
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import RepeatedPasses
 from ddp_patch.sharding.epochs import Passes
@@ -333,14 +334,6 @@ def _data_compared(
     return {}, facts.stream.columns if options.fingerprint == "auto" else ()
 
 
-def _compare_data(monitor: PassMonitor, facts: LoaderFacts[Any], agreed: Agreed) -> None:
-    """Let ranks compare their data when passes begin."""
-    by = agreed.options.fingerprint
-    if facts.has_all_data and (callable(by) or agreed.columns):
-        monitor.data_digest = lambda: data_digest(facts.dataset, by, agreed.columns)
-        monitor.data_named = "what fingerprint= returns" if callable(by) else " or ".join(agreed.columns)
-
-
 def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
     """Return a loader with its sampler or dataset sharded and its workers seeded by rank.
 
@@ -350,15 +343,14 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
         place: Places what shards into a copy of the loader (``copy_loader``) or into itself (``change_loader``).
     """
     share_of = _iterable_share if facts.unit is ShardedUnit.ITERABLE else _sampler_share
+    # Where batches are divided, each may have padding, which repeats another rank's samples.
+    has_indices = facts.unit is not ShardedUnit.ITERABLE and not agreed.options.divides_batches
+    if has_indices and (held := next(streams_in(facts.dataset), None)) is not None:
+        agreed = replace(agreed, why_in_common=partial(_why_samples_are_the_same, *held))
     sharded, new = share_of(facts, agreed)
     readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
     passes = sharded.rank_passes
     passes.note_loader(facts.loader, facts.batches_ahead, readers)
-    _compare_data(passes.monitor, facts, agreed)
-    # Where batches are divided, each may have padding, which repeats another rank's samples.
-    has_indices = facts.unit is not ShardedUnit.ITERABLE and not agreed.options.divides_batches
-    if has_indices and (held := next(streams_in(facts.dataset), None)) is not None:
-        passes.monitor.why_in_common = partial(_why_samples_are_the_same, *held)
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.rank_passes.epochs)
@@ -423,21 +415,27 @@ def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> 
     loader, kind, by = facts.loader, type(facts.loader), facts.sharded_by
     is_compared = isinstance(by, EpochSampler) or METHODS in vars(loader)
     is_torchs = not has_own_iteration(kind) and not has_own_iterators(kind)
-    if agreed.mailbox is None or is_compared or not is_torchs:
+    if (claims := agreed.claims) is None or is_compared or not is_torchs:
         return loader
-    monitor = PassMonitor(agreed.mailbox)
-    monitor.has_own_lengths = agreed.options.uneven == "keep"
-    monitor.only_warns_of_lengths = getattr(by, "is_ddp_aware", None) is True
-    monitor.forgets_looks = True
-    monitor.replicas = agreed.world.replicas
-    _compare_data(monitor, facts, agreed)
-    monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
-    monitor.why_orders_differ = partial(_why_parts_are_uneven, type(by).__name__)
-    if not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):
-        monitor.why_in_common = partial(_why_parts_overlap, type(by).__name__)
-    monitor.knows_all = any(sampler is by for sampler in samplers_within(facts.iterated))
+    name, by_name = f"{kind.__name__} {agreed.place}", type(by).__name__
+    has_all_data = facts.has_all_data
+    rules = Rules(
+        name=lambda: name,
+        forgets_looks=True,
+        has_own_lengths=agreed.options.uneven == "keep",
+        only_warns_of_lengths=getattr(by, "is_ddp_aware", None) is True,
+        why_orders_differ=partial(_why_parts_are_uneven, by_name),
+        data_digest=lambda: agreed.data_digest(facts.dataset) if has_all_data else "",
+        data_named=agreed.data_named,
+        is_begun_by_all=agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1,
+    )
+    knows_all, parts = any(sampler is by for sampler in samplers_within(facts.iterated)), None
+    if claims.read_one_stream and not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):
+        why = partial(_why_parts_overlap, by_name)
+        parts = Parts(rules.name, why, knows_all=knows_all, replicas=agreed.world.replicas)
     clone = place(loader)
-    OwnMethods(clone, None, monitor=monitor, data=data_of(facts.dataset) if monitor.knows_all else "")
+    monitor = PassMonitor(claims, rules, parts)
+    OwnMethods(clone, None, monitor=monitor, data=data_of(facts.dataset) if knows_all else "")
     return clone
 
 

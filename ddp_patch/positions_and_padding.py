@@ -1,8 +1,10 @@
 """Which items of a stream are whose, which of them are padding, and which batch they are in: arithmetic on ranges.
 
 The ranks take a stream of n items in rounds of one item each, so rank r of R has the positions r, r + R, and so on;
-from position n on they are padding, which repeats the stream's first items and counts for nothing. A batch is the next
-``size`` positions of a rank's share, and workers that read a part each, which is a stream again, make batches in turn.
+from position n on they are padding, which repeats the stream's first items and counts for nothing. A pass that begins
+where k items were taken shares the rest so: rank r has k + r, k + r + R, and so on, whoever took the first k. A batch
+is the next ``size`` positions of a rank's share, and workers that read a part each, which is a stream again, make
+batches in turn.
 
     Plan       whose positions are whose          4 ranks, 10 items: rank 3 has 3, 7, 11; 11 is padding
     Batching   how many items a batch takes       2 of them: rank 3 makes [3, 7] and [11]
@@ -14,7 +16,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Options, Uneven, check_choice
@@ -24,31 +26,16 @@ __all__ = [
     "ONE_PER_STEP",
     "BatchRecord",
     "Batching",
-    "Consumed",
     "Part",
     "Plan",
     "Schedule",
     "Sizes",
     "made_in_turn",
     "require_steps",
-    "rest_of",
     "turn_after",
 ]
 
 T = TypeVar("T")
-
-# What ranks have taken of a stream: (ranks, items that each took), one entry for each number of ranks in turn.
-Consumed: TypeAlias = Sequence[tuple[int, int]]
-
-
-def rest_of(n: int, consumed: Consumed) -> range:
-    """Return the positions that are left of a stream of n items. They are a stream again, which any ranks can share.
-
-    Examples:
-        >>> rest_of(20, [(4, 3), (2, 1)])
-        range(14, 20)
-    """
-    return range(min(n, sum(ranks * each for ranks, each in consumed)), n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +97,31 @@ class Plan:
         """Return the size of the smallest share of a stream of n items."""
         return self.total(n) // self.num_replicas
 
-    def share(self, n: int) -> range:
-        """Return the positions that this rank takes from a stream of n items, in order."""
-        return range(self.rank, self.total(n), self.num_replicas)
+    def share(self, n: int, taken: int = 0) -> range:
+        """Return the positions that this rank takes from a stream of n items, in order.
 
-    def padding(self, n: int) -> range:
-        """Return the part of ``share(n)`` that repeats items, as positions >= n."""
-        share = self.share(n)
+        Args:
+            n: How many items the stream has.
+            taken: How many of them were taken before, by any ranks.
+
+        Examples:
+            >>> [list(Plan(rank, 2).share(7, taken=4)) for rank in range(2)]
+            [[4, 6], [5, 7]]
+        """
+        return range(taken + self.rank, taken + self.total(max(0, n - taken)), self.num_replicas)
+
+    def padding(self, n: int, taken: int = 0) -> range:
+        """Return the part of ``share(n, taken)`` that repeats items, as positions >= n."""
+        share = self.share(n, taken)
         real = len(range(share.start, min(share.stop, n), share.step))
         return share[real:]
 
-    def own_and_repeated(self, n: int) -> tuple[range, range]:
+    def own_and_repeated(self, n: int, taken: int = 0) -> tuple[range, range]:
         """Return the positions of this rank's own items, and of the items that its padding repeats.
 
-        Both are positions below n, where ``share(n)`` gives padding as positions >= n.
+        Both are positions below n, where ``share(n, taken)`` gives padding as positions >= n.
         """
-        share, padding = self.share(n), self.padding(n)
+        share, padding = self.share(n, taken), self.padding(n, taken)
         if not padding:
             return share, padding
         # One offset fits all padding: it is shorter than the stream, or this rank has a single item of it.
@@ -147,16 +143,6 @@ class Plan:
     def slice_of_chunk(self, size: int) -> slice:
         """Return where this rank's items lie in a chunk of the stream that begins with a round and has this size."""
         return slice(self.rank, self.total(size), self.num_replicas)
-
-    def remaining(self, n: int, before: Consumed, skip: int) -> int:
-        """Return how many items of this rank's share are left.
-
-        Args:
-            n: How many items the stream has.
-            before: What other numbers of ranks have taken.
-            skip: How many items each of this many ranks took after that.
-        """
-        return max(0, len(self.share(len(rest_of(n, before)))) - skip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,12 +272,12 @@ class Part:
     """What one worker reads, or what is left of it.
 
     Attributes:
-        skip: How many items of each rank's share were taken before.
+        taken: How many items were taken before, by any ranks.
         length: How many items all ranks share, those before included; None while nobody has found the end.
         worker: Whose it is, by the number of the worker. A pass that resumes may begin with another one's turn.
     """
 
-    skip: int = 0
+    taken: int = 0
     length: int | None = None
     worker: int = 0
 
@@ -302,7 +288,7 @@ class Part:
 
     def batches(self, plan: Plan, batching: Batching) -> int | None:
         """Return how many batches a rank still makes of it; None while the end is unknown."""
-        return None if self.length is None else batching.count(max(0, len(plan.share(self.length)) - self.skip))
+        return None if self.length is None else batching.count(len(plan.share(self.length, self.taken)))
 
 
 class BatchRecord(NamedTuple):
@@ -312,7 +298,7 @@ class BatchRecord(NamedTuple):
 
     Attributes:
         part: Whose it is: an index into ``Schedule.parts``.
-        first: The position of its first item in the rank's share of that part.
+        first: How many items of the rank's share of that part come before it in the pass.
         items: How many items of the share it takes.
         real_items: How many of them are not padding.
         samples: How many samples this rank gets.
@@ -391,9 +377,10 @@ class Schedule:
         return self._on_rank(0).made(batches) == self._on_rank(self.plan.num_replicas - 1).made(batches)
 
     def taken(self, batches: int) -> list[int]:
-        """Return how many items of its share of each part the rank has taken after this many batches."""
+        """Return how many items of each part all ranks have taken after this many batches."""
+        each = self.batching.size * self.plan.num_replicas
         return [
-            max(part.skip, min(part.skip + made * self.batching.size, self.plan.largest_share(part.most_items)))
+            max(part.taken, min(part.taken + made * each, part.most_items))
             for part, made in zip(self.parts, self.made(batches), strict=True)
         ]
 
@@ -419,10 +406,10 @@ class Schedule:
 
     def _record(self, number: int, place: int, made: int) -> BatchRecord:
         part, size = self.parts[place], self.batching.size
-        first = part.skip + made * size
-        left = len(self.plan.share(part.most_items)) - first
+        first = made * size
+        left = len(self.plan.share(part.most_items, part.taken)) - first
         items = max(0, min(size, left))
-        real = max(0, min(size, left - len(self.plan.padding(part.most_items))))
+        real = max(0, min(size, left - len(self.plan.padding(part.most_items, part.taken))))
         samples = items if self.sizes is None else self.sizes[number]
         if self.batch_plan is not None:
             own, repeated = self.batch_plan.divide(samples)
@@ -447,8 +434,8 @@ class Schedule:
         """Return how many samples that are not padding an undivided batch has on all ranks together."""
         if not self.knows_totals:
             return None
-        n, plan, size = self.parts[record.part].most_items, self.plan, self.batching.size
-        ranks, after = plan.num_replicas, record.first + size
+        part, plan, size = self.parts[record.part], self.plan, self.batching.size
+        n, ranks, after = max(0, part.most_items - part.taken), plan.num_replicas, record.first + size
         if self.batching.drop_last and plan.uneven == "keep":  # left out on the ranks that have too few items for it
             return size * max(0, min(ranks, n - (after - 1) * ranks))
         positions = range(record.first * ranks, min(after * ranks, n, plan.total(n)))
@@ -477,7 +464,7 @@ class Schedule:
 
     def _positions(self, record: BatchRecord) -> Iterator[range]:
         plan, part, workers, size = self.plan, self.parts[record.part], len(self.parts), self.batching.size
-        own = plan.share(part.most_items)[record.first : record.first + record.real_items]
+        own = plan.share(part.most_items, part.taken)[record.first : record.first + record.real_items]
         if workers == 1:
             yield own
             return

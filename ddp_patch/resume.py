@@ -12,13 +12,12 @@ from ddp_patch.errors import CannotResumeWarning, DDPPatchError, InvalidOptionEr
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.orders.digest import fingerprint
-from ddp_patch.positions_and_padding import Batching
 from ddp_patch.ranks.agreement import failures_broadcast
 from ddp_patch.sharding.batches import batches_delivered, passes_of, patched_facts, patched_sampler
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import Position, no_state, position_in, state_after
 from ddp_patch.streams.dataset import ShardedIterable
-from ddp_patch.validation import as_index, counted
+from ddp_patch.validation import as_index
 
 __all__ = [
     "batches_as_here",
@@ -63,8 +62,8 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         >>> for step, batch in enumerate(loader):
         ...     if step == 0:
         ...         state = loader_state(loader)
-        >>> state["epoch"], state["parts"]
-        (0, [[[2, 2]]])
+        >>> state["epoch"], state["taken"]
+        (0, [4])
         >>> resumed = patch_dataloader_to_ddp(DataLoader(range(12), batch_size=2), rank=0, num_replicas=1)
         >>> restore_loader(resumed, state)
         >>> len(resumed), [batch.tolist() for batch in resumed]
@@ -138,8 +137,7 @@ def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int | Non
         return batching.count(whole) - batching.count(left)
     if position.is_ended:
         return None
-    items = sum(ranks * taken for ranks, taken in position.consumed)
-    return items // passes.agreed.world.num_replicas // batching.size
+    return position.taken_of_all // passes.agreed.world.num_replicas // batching.size
 
 
 def _resumable(loader: DataLoader[Any]) -> LoaderFacts[Any]:
@@ -207,7 +205,10 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
         {
             "seed": position.seed,
             "epoch to resume in": position.epoch,
-            "position in it": _in_words(position, passes.batching),
+            "steps made in it": position.steps,
+            "items taken of it": _in_words(position),
+            "ranks that began it": position.ranks,
+            "digest of its order": position.order,
             "worker whose batch is next": position.turn,
             "samplers": states,
         },
@@ -216,16 +217,9 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
     forget_iterator(loader)
 
 
-def _in_words(position: Position, batching: Batching) -> str:
-    """Return what was taken of an epoch, as ``step 3: 12 items by each of 2 ranks``: another text if it is other."""
-    if position.is_ended:
-        return "its end"
-    told = []
-    for taken in zip(*position.parts, strict=False):  # by the same number of ranks of each part
-        step = sum(-(-each // batching.size) for _, each in taken)
-        items = " + ".join(str(each) for _, each in taken)
-        told.append(f"step {step}: {items} item{'s' * (items != '1')} by each of {counted(taken[0][0], 'rank')}")
-    return ", then ".join(told) or "its beginning"
+def _in_words(position: Position) -> str:
+    """Return what was taken of an epoch, as ranks compare it."""
+    return "all" if position.is_ended else " + ".join(map(str, position.taken)) or "none"
 
 
 def _compared(position: Position) -> str:

@@ -17,7 +17,7 @@ from ddp_patch.auditing.ranks import Factory, made_by, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 from ddp_patch.loaders.hooks import from_here, made
 from ddp_patch.orders.random_states import look
-from ddp_patch.ranks.mailbox import unwatched
+from ddp_patch.ranks.claims import unwatched
 from ddp_patch.walks import KeyPath, is_empty, nested
 
 __all__ = ["find", "leaves_of", "line_of", "look_up"]

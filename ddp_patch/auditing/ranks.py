@@ -36,7 +36,7 @@ from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.orders import is_torch_sampler
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.patching import patch_dataloader_to_ddp
-from ddp_patch.ranks.mailbox import unwatched
+from ddp_patch.ranks.claims import unwatched
 from ddp_patch.sharding.refusals import require_index, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler
 

@@ -59,6 +59,7 @@ __all__ = [
     "replace_worker_seed",
     "root_mesh",
     "tables_of",
+    "times_written",
     "worker_info_told",
 ]
 
@@ -545,3 +546,8 @@ def items_changed(item_of: Callable[[Any, Any], Any], change: Callable[[Any], An
 
     with patch.object(of_map, "fetch", fetching), patch.object(of_stream, "__init__", making):
         yield
+
+
+def times_written(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place; 0 for one of which torch does not count that."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler, length_not_noted
 from ddp_patch.orders.chunks import copy_item, returns_itself, start_iterating
-from ddp_patch.orders.random_states import look, random_generators, set_by_iterating
+from ddp_patch.orders.random_states import look, random_generators
 from ddp_patch.walks import held, walk
 
 __all__ = [
@@ -78,9 +78,9 @@ def tell_epoch(sampler: object, epoch: int) -> None:
 
 
 def epochs_in(sampler: object) -> list[int]:
-    """Return the epochs of a sampler and of all that it holds, but of those that advance theirs by being iterated."""
-    holders = (holder for holder in _epoch_holders(sampler) if "epoch" not in set_by_iterating(holder.__class__))
-    return [epoch for holder in holders if isinstance(epoch := getattr(holder, "epoch", None), int)]
+    """Return the epochs of a sampler and of all that it holds, by their attribute ``epoch``."""
+    found = (getattr(holder, "epoch", None) for holder in _epoch_holders(sampler))
+    return [epoch for epoch in found if isinstance(epoch, int)]
 
 
 logger: logging.Logger = logging.getLogger("ddp_patch")

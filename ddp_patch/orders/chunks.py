@@ -92,12 +92,21 @@ class Drawn(Iterator[Chunk[T]]):
         iterator: What to draw from, as ``start_iterating`` returns it.
         random_context: Returns what to enter while a chunk is drawn.
         plan: Which positions are the rank's.
-        rounds: How many rounds, of one item for each rank, each chunk has. None lets them grow. The first is one round,
-            so that the first batch comes at once; each has twice as many as the one before, up to ``MOST_AHEAD``
-            samples, or ``MOST_PLAIN`` in a long stream of indices. An index is one sample. A round of batches counts as
-            many as the largest that was looked at: the first of each chunk.
+        taken: How many of the first items are left out: they are drawn, unless ``first`` says that the iterator comes
+            after them.
+        first: The stream's first items, which padding may repeat, if the iterator comes after those that are left out.
+        step: How many rounds, of one item for each rank, make a step. Each chunk has some whole steps.
+        rounds: How many rounds each chunk has. None lets them grow. The first is one step, so that the first batch
+            comes at once; each has twice as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in
+            a long stream of indices. An index is one sample. A round of batches counts as many as the largest that was
+            looked at: the first of each chunk.
+        adapts: Returns whether the next chunk may have one step alone, because somebody changes what draws within the
+            pass. It is asked before each chunk but the first, and told how many steps the one before had.
         copies: Whether to copy the items that are kept, because their source may change them later.
         digest: Is told all items; None if nobody compares them.
+
+    Attributes:
+        first: The stream's first items, which padding repeats; at most one less than there are ranks.
     """
 
     def __init__(
@@ -106,20 +115,28 @@ class Drawn(Iterator[Chunk[T]]):
         random_context: Callable[[], AbstractContextManager[object]],
         plan: Plan,
         *,
+        taken: int = 0,
+        first: list[T] | None = None,
+        step: int = 1,
         rounds: Iterator[int] | None = None,
+        adapts: Callable[[int], bool] | None = None,
         copies: bool = True,
         digest: "Digest | None" = None,
     ) -> None:
         self._random_context, self._plan, self._rounds, self._digest = random_context, plan, rounds, digest
         self._left = repeat(True, sys.maxsize)
         self._items: Iterator[Any] = compress(iterator, self._left)  # no faster way to count
-        self._copies = copies
-        # What the rounds that were looked at have shown: whether they have indices or lists of these, whether a digest
-        # is told such lists, and how many samples the largest has.
-        self._is_plain = self._takes_lists = False
+        self._copies, self._step, self._adapts = copies, step, adapts
+        self._taken, self._to_skip = taken, taken if first is None else 0
+        # What the rounds that were looked at have shown: whether they have indices or lists of these, and how many
+        # samples the largest has.
+        self._is_plain = False
         self._samples = plan.num_replicas
-        self._next_rounds = 1 if rounds is None else next(rounds)
+        self._next_rounds = step if rounds is None else next(rounds)
         self._kept: list[Any] = []  # of the present chunk
+        self._is_first = True  # whether no chunk was drawn
+        self._steps_before = 0  # that the latest chunk had
+        self.first: list[T] = [] if first is None else first[: plan.num_replicas - 1]
         self._is_ended = False
         self._failure: Exception | None = None
         self._ahead: deque[Chunk[T]] = deque()
@@ -143,21 +160,40 @@ class Drawn(Iterator[Chunk[T]]):
                 self._failure = error
         return False
 
+    def skip(self) -> None:
+        """Draw the items that are left out, if they were not drawn yet."""
+        most = self._plan.num_replicas - 1
+        while self._to_skip and not self._is_ended:
+            size = min(self._to_skip, MOST_AHEAD)
+            with self._random_context():
+                items = self._draw_all(size, copy_item if self._copies else None)
+            self._kept = []
+            self.first += items[: max(0, most - len(self.first))]
+            self._to_skip -= len(items)
+
+    def pass_through(self, noting: Callable[[Iterator[T]], Iterator[T]]) -> None:
+        """Let the items that are drawn from now on pass through an iterator that notes them."""
+        self._items = noting(self._items)
+
     def _chunk(self) -> Chunk[T]:
         """Draw a chunk; raise StopIteration if there is none, or what the stream raised."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+        self.skip()
         if self._is_ended:
             raise StopIteration
         ranks, start = self._plan.num_replicas, self._drawn
+        if not self._is_first and self._adapts is not None and self._adapts(self._steps_before):
+            self._rounds, self._next_rounds = repeat(self._step), self._step
         size = self._next_rounds * ranks
+        self._steps_before = self._next_rounds // self._step
         self._kept = list[T]()
         with self._random_context():
             try:  # keep what comes before an exception
-                if self._copies and (not start or (size > ranks and not self._takes_lists)):
+                if self._copies and (self._is_first or size > ranks):
                     self._inspect_round()
-                    size = min(size, self._rounds_ahead() * ranks)
+                    size = min(size, max(self._step, self._rounds_ahead()) * ranks)
                 self._draw(start + size - self._drawn)
             except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
                 self._failure = error
@@ -166,15 +202,24 @@ class Drawn(Iterator[Chunk[T]]):
             self._is_ended = True
             length -= length % ranks  # an incomplete round would mean the end
         if length < size:
-            del self._kept[len(range(length)[self._of_rank(start, length)]) :]
-        self._next_rounds = (
-            min(2 * self._next_rounds, self._rounds_ahead()) if self._rounds is None else next(self._rounds)
-        )
+            del self._kept[len(range(length)[self._of_rank(length)]) :]
+        self._is_first = False
+        more = 2 * self._next_rounds if self._rounds is None else next(self._rounds)
+        self._next_rounds = self._in_steps(min(more, self._rounds_ahead())) if self._rounds is None else more
         return Chunk(length, self._kept) if length else self._chunk()
 
-    def _of_rank(self, start: int, size: int) -> slice:
-        """Return which of some items to keep, by the position of the first and their number."""
-        return self._plan.slice_of_chunk(size) if start else slice(None)
+    def _in_steps(self, rounds: int) -> int:
+        """Return the whole steps within some rounds; at least one."""
+        return max(1, rounds // self._step) * self._step
+
+    @property
+    def begins_at(self) -> int:
+        """How many items came before the first chunk: those that are left out, as far as the stream had them."""
+        return self._taken - self._to_skip
+
+    def _of_rank(self, size: int) -> slice:
+        """Return which of some items to keep."""
+        return slice(None) if self._is_first else self._plan.slice_of_chunk(size)
 
     def _rounds_ahead(self) -> int:
         """Return how many rounds may be drawn at once."""
@@ -195,39 +240,30 @@ class Drawn(Iterator[Chunk[T]]):
         self._copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
         first = (item[0] if type(item) is list and item else item for item in items)
         self._is_plain = all(isinstance(index, int | np.integer) for index in first)
-        are_lists = self._is_plain and {list}.issuperset(map(type, items))
-        self._takes_lists = are_lists and self._copies and self._digest is not None
         self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
 
     def _draw(self, size: int) -> None:
         """Draw this many items, keep a part of them, and let the digest take note of all."""
         if self._digest is None:
             self._take(size)
-        elif self._takes_lists:
-            items = self._draw_all(size, tuple, list)  # copied in C, for the digest too
-            self._samples = max(self._samples, self._plan.num_replicas * max(map(len, items), default=0))
         else:
             self._draw_all(size, copy_item if self._copies else None)
 
-    def _draw_all(
-        self, size: int, copied: Callable[[Any], Any] | None, made: Callable[[Any], Any] | None = None
-    ) -> list[Any]:
+    def _draw_all(self, size: int, copied: Callable[[Any], Any] | None) -> list[Any]:
         """Draw this many items, keep a part of them, let the digest take note of all, and return all.
 
         Args:
             size: How many.
             copied: Copies each as it comes, because its source may change it later; None to take it as it is.
-            made: Makes what is kept of these.
         """
-        start, items = self._drawn, list[Any]()
+        items = list[Any]()
         if self._is_ended or size <= 0:
             return items
         drawn = islice(self._items, size)
         try:
             items.extend(drawn if copied is None else map(copied, drawn))
         finally:  # what came before an exception is kept, too
-            mine = items[self._of_rank(start, size)]
-            self._kept += mine if made is None else map(made, mine)
+            self._kept += items[self._of_rank(size)]
             if self._digest is not None:
                 self._digest.add(items)
         self._is_ended = len(items) < size
@@ -238,7 +274,7 @@ class Drawn(Iterator[Chunk[T]]):
         if self._is_ended:
             return
         before = self._drawn
-        first, last, step = self._of_rank(before, size).indices(size)
+        first, last, step = self._of_rank(size).indices(size)
         items = islice(self._items, first, last, step)
         self._kept.extend(map(copy_item, items) if self._copies else items)
         if last < size:
@@ -246,31 +282,27 @@ class Drawn(Iterator[Chunk[T]]):
         self._is_ended = self._drawn - before < size
 
 
-def split_chunks(
-    plan: Plan, chunks: Iterable[Chunk[T]], on_end: Callable[[int], None], skipped: Chunk[T] | None = None
-) -> Iterator[list[T]]:
+def split_chunks(plan: Plan, drawn: Drawn[T], on_end: Callable[[int], None]) -> Iterator[list[T]]:
     """Yield a rank's items of a stream, chunk by chunk, then their padding. The end is found, not predicted.
 
     Args:
         plan: Which positions are the rank's.
-        chunks: The stream, in chunks of whole rounds; only the last may be shorter. The first has all its items; others
-            may have the rank's alone.
-        on_end: Called with the number of items that came: before any padding, and before the items of an incomplete
-            round, so that every rank knows the end when some come to it.
-        skipped: The rounds that came before, if any; with those items alone that padding may repeat.
+        drawn: The stream, in chunks.
+        on_end: Called with the number of items that the stream has: before any padding, and before the items of an
+            incomplete round, so that every rank knows the end when some come to it.
     """
-    repeatable = plan.num_replicas - 1  # padding repeats the stream's first items, and never more than these
-    first: list[T] = [] if skipped is None else skipped.items[:repeatable]
-    drawn, ended = 0 if skipped is None else skipped.length, False
-    for count, items in chunks:
-        first += items[: repeatable - len(first)]
-        drawn += count
+    repeatable, came, ended = plan.num_replicas - 1, 0, False
+    for count, items in drawn:
+        first = drawn.first
+        first += items[: max(0, repeatable - len(first))]
+        came += count
         if ended := count % plan.num_replicas > 0:
-            on_end(drawn)
+            on_end(drawn.begins_at + came)
         yield items if len(items) < count else items[plan.slice_of_chunk(count)]
+    length = drawn.begins_at + came
     if not ended:
-        on_end(drawn)
-    yield [first[position % drawn] for position in plan.padding(drawn)]
+        on_end(length)
+    yield [drawn.first[position % length] for position in plan.padding(length, drawn.begins_at)]
 
 
 def copied_items(stream: Iterator[T]) -> Iterator[T]:

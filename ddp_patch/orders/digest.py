@@ -185,6 +185,10 @@ def _size(item: Any) -> int | None:
 
 # A mark is made when this part more came since the one before, so that there are few: 100 of a billion items.
 _GROWTH = 1.25
+# So many items are hashed at once, from the first few on.
+_BLOCK = 256
+# So many blocks of the latest items are known: more than is drawn ahead.
+_BLOCKS_KEPT = 1024
 # Stands for a count where all items came.
 END = -1
 
@@ -196,10 +200,11 @@ def next_mark(count: int) -> int:
     """Return the first count after this one at which a mark is made.
 
     Examples:
-        >>> [next_mark(count) for count in (0, 1, 2, 3, 4, 100)]
-        [1, 2, 3, 4, 6, 126]
+        >>> [next_mark(count) for count in (0, 1, 2, 3, 4, 100, 300)]
+        [1, 2, 3, 4, 6, 126, 512]
     """
-    return int(count * _GROWTH) + 1
+    after = int(count * _GROWTH) + 1
+    return after if after < _BLOCK else -(-after // _BLOCK) * _BLOCK
 
 
 def mark_counts() -> Iterator[int]:
@@ -210,20 +215,20 @@ def mark_counts() -> Iterator[int]:
 
 
 class Digest:
-    """Takes the digest of items that come in parts, the same parts on every rank.
+    """Takes the digest of items that come in parts. It is the same whatever the parts.
 
-    Plain whole numbers, and tuples of them, are hashed by Python: these hashes are the same in all processes and take a
-    few nanoseconds. All else is hashed by its value; objects of unknown types count by their types alone.
+    Plain whole numbers, and tuples and lists of them, are hashed by Python: these hashes are the same in all processes
+    and take a few nanoseconds. All else is hashed by its value; objects of unknown types count by their types alone.
 
     Attributes:
         count: How many items came.
-        value: The digest of all of them.
         marks: The digests at growing counts, by the count; in the order in which they were made.
 
     Examples:
         >>> one, other = Digest(), Digest()
         >>> one.add([3, 1, 2])
-        >>> other.add([3, 2, 1])
+        >>> other.add([3, 2])
+        >>> other.add([1])
         >>> list(one.marks)
         [1, 2, 3]
         >>> one.marks[1] == other.marks[1], one.marks[2] == other.marks[2]
@@ -232,31 +237,40 @@ class Digest:
 
     def __init__(self) -> None:
         self.count: int = 0
-        self.value: int = 0
         self.marks: dict[int, int] = {}
         self._next = 1
+        self._value = 0  # of all items but those that wait
+        self._waiting: list[Any] = []
+        self._blocks: deque[tuple[int, int]] = deque(maxlen=_BLOCKS_KEPT)
 
     def add(self, items: Sequence[Any]) -> None:
         """Add the items that come next."""
-        while len(items) > (room := self._next - self.count):  # most parts lie between two marks: don't copy these
-            self.add_hash(_hash_of(items[:room]), room)
-            items = items[room:]
-        if items:
-            self.add_hash(_hash_of(items), len(items))
+        self.count += len(items)
+        waiting = self._waiting = [*self._waiting, *items] if self._waiting else list(items)
+        hashed, start = self.count - len(waiting), 0
+        while (size := next_mark(hashed) - hashed if hashed < _BLOCK else _BLOCK) <= len(waiting) - start:
+            self._add_hash(_hash_of(waiting[start : start + size]), hashed + size)
+            hashed, start = hashed + size, start + size
+        del waiting[:start]
 
     def add_hash(self, value: int, items: int) -> None:
-        """Add items that come at once, of which no more than a hash is known."""
-        self.value = hash((self.value, value))
-        self._count(items)
+        """Add items that come at once, always so many, of which no more than a hash is known."""
+        self.count += items
+        self._add_hash(value, self.count)
 
     def add_names(self, names: Sequence[bytes]) -> None:
         """Add items by their names: so many at once on every rank, and no more than ``until_mark``.
 
         Source: BLAKE2b, over the digest so far and the names.
         """
-        data = self.value.to_bytes(8, "little", signed=True) + b"\xff".join(names)
-        self.value = _bytes_hash(data)
-        self._count(len(names))
+        self.count += len(names)
+        data = self._value.to_bytes(8, "little", signed=True) + b"\xff".join(names)
+        self._note(_bytes_hash(data), self.count)
+
+    @property
+    def value(self) -> int:
+        """The digest of all items but the latest ones, which wait to be hashed together."""
+        return self._value
 
     @property
     def until_mark(self) -> int:
@@ -265,20 +279,33 @@ class Digest:
 
     def end(self) -> None:
         """Add that there are no more items."""
-        self.marks[END] = hash((self.value, END, self.count))
+        value = hash((self._value, _hash_of(self._waiting))) if self._waiting else self._value
+        self.marks[END] = hash((value, END, self.count))
 
-    def _count(self, items: int) -> None:
-        self.count += items
-        if self.count >= self._next:
-            self.marks[self.count] = self.value
-            self._next = next_mark(self.count)
+    def before(self, count: int) -> tuple[int, int] | None:
+        """Return the latest known digest of at most so many items: of how many, and the digest; None if none is."""
+        latest = (block for block in reversed(self._blocks) if block[0] <= count)
+        marked = ((at, value) for at, value in reversed(self.marks.items()) if 0 < at <= count)
+        return next(latest, None) or next(marked, None)
+
+    def _add_hash(self, value: int, count: int) -> None:
+        self._note(hash((self._value, value)), count)
+
+    def _note(self, value: int, count: int) -> None:
+        """Record the digest of so many items."""
+        self._value = value
+        self._blocks.append((count, value))
+        if count >= self._next:
+            self.marks[count], self._next = value, next_mark(count)
 
 
 def _hash_of(items: Sequence[Any]) -> int:
     """Return a hash of items that is the same in every process."""
-    first = items[0]
     if _are_numbers(items):
         return hash(tuple(items))
+    if list in set(map(type, items)):
+        items = [tuple(item) if type(item) is list else item for item in items]
+    first = items[0]
     try:
         if type(first) is tuple and _are_numbers(chain.from_iterable(items)):
             return hash(tuple(items))

@@ -1,8 +1,8 @@
 """Random states: of generators that objects hold, of the three global ones, and the seeds of both.
 
-We call the three *global* generators (torch's on the CPU, numpy's, Python's) ambient. Samplers and training both draw
-from them. There are two ways to keep one from disturbing the other: ``PrivateRNG`` is a stream of an epoch's own, which
-goes on whenever it is entered; ``look`` puts back what was there, as if nobody had drawn.
+The three *global* generators are torch's on the CPU, numpy's and Python's. Samplers and training both draw from them.
+There are two ways to keep one from disturbing the other: ``PrivateRNG`` is a stream of an epoch's own, which goes on
+whenever it is entered; ``look`` puts back the states that it found, as if nobody had drawn.
 """
 
 import base64
@@ -11,13 +11,12 @@ import hashlib
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from dis import get_instructions
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
-from types import BuiltinMethodType, MethodType, ModuleType
+from types import BuiltinMethodType, MappingProxyType, MethodType, ModuleType
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_patch.compat.private_packages import may_hold_a_normal
 from ddp_patch.compat.private_torch import replace_worker_seed
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.walks import LOOKED_AT, code_run, elements, stored
+from ddp_patch.walks import LOOKED_AT, elements, stored
 
 __all__ = [
     "EpochCounter",
@@ -51,12 +50,10 @@ __all__ = [
     "random_generators",
     "reader_seed",
     "seeded_anew",
-    "set_by_iterating",
     "set_generator_state",
     "set_generator_states",
     "shuffle_key",
     "torch_seed",
-    "was_seeded",
 ]
 
 
@@ -127,28 +124,43 @@ def set_generator_states(holders: Iterable[object], states: Sequence[Any]) -> No
 
 def generator_state(generator: RandomGenerator) -> Any:
     """Return a generator's state, in numbers, strings, lists and dicts: equal where the same numbers would be drawn."""
-    match generator:
-        case torch.Generator():
-            return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
-        case np.random.Generator():
-            return _plain(generator.bit_generator.state)
-        case np.random.RandomState():
-            return _plain(generator.get_state(legacy=False))
-        case _:
-            return _plain(generator.getstate())
+    state = _raw_state(generator)
+    return base64.b64encode(state.numpy().tobytes()).decode() if isinstance(state, torch.Tensor) else _plain(state)
 
 
 def set_generator_state(generator: RandomGenerator, state: Any) -> None:
     """Put a generator into a state that ``generator_state`` returned for one of its kind."""
     match generator:
         case torch.Generator():
-            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+            state = torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
+        case random.Random():
+            state = _in_tuples(state)
+    _set_raw_state(generator, state)
+
+
+def _raw_state(generator: RandomGenerator) -> Any:
+    """Return a generator's state as its own methods return it."""
+    match generator:
+        case torch.Generator():
+            return generator.get_state()
+        case np.random.Generator():
+            return generator.bit_generator.state
+        case np.random.RandomState():
+            return generator.get_state(legacy=False)
+        case _:
+            return generator.getstate()
+
+
+def _set_raw_state(generator: RandomGenerator, state: Any) -> None:
+    match generator:
+        case torch.Generator():
+            generator.set_state(state)
         case np.random.Generator():
             generator.bit_generator.state = state
         case np.random.RandomState():
             generator.set_state(state)
         case _:
-            generator.setstate(_in_tuples(state))
+            generator.setstate(state)
 
 
 def _plain(value: Any) -> Any:
@@ -166,18 +178,6 @@ def _plain(value: Any) -> Any:
 def _in_tuples(state: Any) -> Any:
     """Return a state of one of Python's generators as that says it: tuples of numbers."""
     return tuple(map(_in_tuples, state)) if isinstance(state, list) else state
-
-
-def was_seeded(generator: RandomGenerator, before: Any) -> bool:
-    """Return whether somebody has seeded a generator since its state was ``before``, and not only drawn from it.
-
-    Only torch's know their seed. Of others it is not known, so what a sampler's ``set_epoch`` does counts instead.
-    """
-    if not isinstance(generator, torch.Generator):
-        return False
-    seed, other = generator.initial_seed(), torch.Generator(generator.device)
-    set_generator_state(other, before)
-    return seed != other.initial_seed() or generator_state(generator) == generator_state(other.manual_seed(seed))
 
 
 def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
@@ -217,27 +217,6 @@ def plain_attributes(holder: object) -> dict[str, Any]:
         for name, value in getattr(holder, "__dict__", {}).items()
         if type(value) in _PLAIN and not (name == "epoch" and hasattr(holder, "set_epoch"))  # set_epoch() sets it
     }
-
-
-@lru_cache
-def set_by_iterating(kind: type[object]) -> frozenset[str]:
-    """Return the names of the attributes that iterating a sampler of a class sets: what it counts.
-
-    ``__iter__`` and ``__next__`` count, the methods that they name, and the functions within these. Not ``set_epoch``:
-    many hand their epoch on to another sampler.
-
-    Examples:
-        >>> class Advances:
-        ...     def __iter__(self):
-        ...         yield from range(self.epoch)
-        ...         self.advance()
-        ...     def advance(self):
-        ...         self.epoch += 1
-        >>> set_by_iterating(Advances), set_by_iterating(range)
-        (frozenset({'epoch'}), frozenset())
-    """
-    run = code_run(kind, ("__iter__", "__next__"), without=("set_epoch",))
-    return frozenset(step.argval for code in run for step in get_instructions(code) if step.opname == "STORE_ATTR")
 
 
 # ---- seeds and epochs ----
@@ -294,16 +273,9 @@ def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
     return _derive(seed, _SHUFFLE, epoch)
 
 
-def balancing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.SeedSequence:
-    """Return the key of the random order of a balanced window of an epoch.
-
-    Args:
-        seed: The seed in force.
-        epoch: The epoch.
-        stage: How many numbers of ranks have shared the epoch before.
-        window: Which window.
-    """
-    return _derive(seed, _BALANCING, epoch, stage, window)
+def balancing_key(seed: int, epoch: int, window: int) -> np.random.SeedSequence:
+    """Return the key of the random order of a balanced window of an epoch."""
+    return _derive(seed, _BALANCING, epoch, 0, window)
 
 
 class Seed:
@@ -389,20 +361,61 @@ class WorkerSeeding:
             self.worker_init_fn(worker_id)
 
 
-# All threads share the global generators, and may share others. If two threads swapped states at once, each would take
-# the other's private ones for those of the training.
-_swapping = threading.RLock()
+# So long a thread waits for another one that reads under swapped states.
+_WAITS_S = 30.0
 
 
-def one_at_a_time() -> AbstractContextManager[object]:
-    """Return what to enter while random states are swapped: one thread of the process at a time may."""
-    return _swapping
+class _Turns:
+    """Lets one thread of the process at a time swap random states.
+
+    All threads share the global generators, and may share others. If two threads swapped states at once, each would
+    take the other's private ones for those of the training.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._names: list[str] = []  # of who has the turn, and who took it within that
+
+    def take(self, name: str) -> None:
+        """Wait for the turn.
+
+        Raises:
+            UnsupportedLoaderError: Another thread has it for too long.
+        """
+        if not self._lock.acquire(timeout=_WAITS_S):
+            other = next(iter(self._names), "another loader")
+            raise UnsupportedLoaderError(
+                f"A thread waited {_WAITS_S:.0f} s to draw from {name}, while another thread reads {other}. Both need "
+                "the process's random states (torch, numpy, random), which one of them can have at a time: perhaps "
+                f"{other} waits for this thread. Use workers for one of them (num_workers=1), or iterate both in one "
+                "thread."
+            )
+        self._names.append(name)
+
+    def leave(self) -> None:
+        """Let another thread have the turn."""
+        self._names.pop()
+        self._lock.release()
+
+
+_turns = _Turns()
+
+
+@contextmanager
+def one_at_a_time(name: str = "another loader") -> Iterator[None]:
+    """While entered, let no other thread swap random states; ``name`` says for what."""
+    turns = _turns
+    turns.take(name)
+    try:
+        yield
+    finally:
+        turns.leave()
 
 
 def _allow_swapping() -> None:
     """Replace the lock in a worker that was forked while another thread held it."""
-    global _swapping
-    _swapping = threading.RLock()
+    global _turns
+    _turns = _Turns()
 
 
 if hasattr(os, "register_at_fork"):
@@ -464,13 +477,16 @@ class GlobalState:
 
 
 class PrivateRNG:
-    """Let the global generators draw from a private stream of (seed, epoch) while entered.
+    """Let generators draw from private states of (seed, epoch) while entered: the global ones, and some others.
 
-    Enter it as often as you like: the private stream continues where it stopped.
+    Enter it as often as you like: the private states go on where they stopped, and what was found is put back.
 
     Args:
         seed: The seed in force.
         epoch: The epoch.
+        others: The states that other generators begin with.
+        name: What is drawn, for an error.
+        has_global: Whether the global generators draw from private states, too.
 
     Examples:
         >>> with PrivateRNG(seed=7, epoch=0):
@@ -481,22 +497,37 @@ class PrivateRNG:
         True
     """
 
-    def __init__(self, seed: int, epoch: int) -> None:
-        self._seed = seed
+    def __init__(
+        self,
+        seed: int,
+        epoch: int,
+        others: Mapping[RandomGenerator, Any] = MappingProxyType({}),
+        *,
+        name: str = "another loader",
+        has_global: bool = True,
+    ) -> None:
+        self._seed, self._name, self._has_global = seed, name, has_global
         self._key: tuple[int, ...] = _ORDER, epoch
-        self._private = self._at_first()
+        self._private = self._at_first() if has_global else None
         self._first: GlobalState | None = None
         self._is_entered = self._was_moved = False
+        self._others: dict[RandomGenerator, Any] = {}  # their private states, as their own methods return them
+        with one_at_a_time(name):
+            for generator, state in others.items():
+                found = _raw_state(generator)
+                set_generator_state(generator, state)
+                self._others[generator] = _raw_state(generator)
+                _set_raw_state(generator, found)
 
     def _at_first(self) -> GlobalState:
         return GlobalState.seeded(_derive(self._seed, *self._key))
 
     @property
     def drew_nothing(self) -> bool:
-        """Whether nothing was drawn from the private stream."""
+        """Whether nothing was drawn from the private stream of the global generators."""
         if self._first is None:
             self._first = self._at_first()
-        now = GlobalState.capture() if self._is_entered else self._private
+        now = GlobalState.capture() if self._is_entered or self._private is None else self._private
         return not self._was_moved and now.values() == self._first.values()
 
     def switch_to_worker(self, reader: int) -> None:
@@ -508,17 +539,25 @@ class PrivateRNG:
             self._private.install()
 
     def __enter__(self) -> None:
-        self._lock = _swapping
-        self._lock.acquire()
-        self._ambient = GlobalState.capture()
-        self._private.install()
+        self._turn = _turns
+        self._turn.take(self._name)
+        if self._private is not None:
+            self._found = GlobalState.capture()
+            self._private.install()
+        self._others_found = {generator: _raw_state(generator) for generator in self._others}
+        for generator, state in self._others.items():
+            _set_raw_state(generator, state)
         self._is_entered = True
 
     def __exit__(self, *exc: object) -> None:
         self._is_entered = False
-        self._private = GlobalState.capture()
-        self._ambient.install()
-        self._lock.release()
+        for generator, state in self._others_found.items():
+            self._others[generator] = _raw_state(generator)
+            _set_raw_state(generator, state)
+        if self._private is not None:
+            self._private = GlobalState.capture()
+            self._found.install()
+        self._turn.leave()
 
 
 @contextmanager
@@ -540,8 +579,8 @@ def look(
         (True, True)
     """
     with one_at_a_time():
-        ambient, others = GlobalState.capture(), [(generator, generator_state(generator)) for generator in generators]
-        looked = ambient.copied() if seed is None else GlobalState.seeded(_derive(seed, _ORDER, epoch))
+        found, others = GlobalState.capture(), [(generator, generator_state(generator)) for generator in generators]
+        looked = found.copied() if seed is None else GlobalState.seeded(_derive(seed, _ORDER, epoch))
         looked.install()
         before, installs = looked.values(), GlobalState.installs
 
@@ -555,4 +594,4 @@ def look(
         finally:
             for generator, state in others:
                 set_generator_state(generator, state)
-            ambient.install()
+            found.install()

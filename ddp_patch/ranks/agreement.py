@@ -2,28 +2,31 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import Any, TypeAlias
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, RankMismatchWarning
 from ddp_patch.loaders.columns import Column, Verdict, compared
-from ddp_patch.loaders.facts import Claim, StreamFacts
+from ddp_patch.loaders.facts import Claim, StreamFacts, data_digest
 from ddp_patch.loaders.parts_held import first_differing
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import RandomGenerator, Seed, generator_state, loader_seed, set_generator_state
 from ddp_patch.positions_and_padding import Plan
+from ddp_patch.ranks.claims import Claims, agreed_claims, claims_of_explicit_world
 from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what
-from ddp_patch.ranks.mailbox import Mailbox, agreed_mailbox, mailbox_of_explicit_world
 from ddp_patch.ranks.world import World
 
 __all__ = ["ONE", "Agreed", "Subject", "agree", "failures_broadcast"]
@@ -35,6 +38,8 @@ AGREEING = "Agreeing on how data is sharded"
 ONE = "one"
 
 _numbers = count(1)
+# A name for each process group's store, which the first rank gives it.
+_nonces: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 # How many loaders without a seed these ranks have patched that had such a stream.
 _numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
 
@@ -48,18 +53,21 @@ class Agreed:
         options: What the user chose.
         seed: The seed of every epoch's order; the same on every rank.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
-        mailbox: Where ranks compare their passes over the loader; None if there are no others.
+        claims: Where ranks compare their passes over the loader; None if there are no others.
         place: Where the loader was patched, for errors.
         columns: Which columns of the dataset the ranks compare when passes begin, by name.
+        why_in_common: Says why ranks may be given the same samples, though each should have its own; None where they
+            compare no samples.
     """
 
     world: World
     options: Options
     seed: Seed
     number: int = 0
-    mailbox: Mailbox | None = None
+    claims: Claims | None = None
     place: str = ""
     columns: Sequence[str] = ()
+    why_in_common: Callable[[], str] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -70,6 +78,15 @@ class Agreed:
     def batch_plan(self) -> Plan | None:
         """The plan that gives this rank its part of each batch, where batches are divided."""
         return Plan.of_batch(self.options, self.world.rank, self.world.num_replicas)
+
+    def data_digest(self, dataset: object) -> str:
+        """Return a digest of what identifies a dataset when a pass begins; empty where ranks do not compare that."""
+        return data_digest(dataset, self.options.fingerprint, self.columns)
+
+    @property
+    def data_named(self) -> str:
+        """What that is of, for errors."""
+        return "what fingerprint= returns" if callable(self.options.fingerprint) else " or ".join(self.columns)
 
     @property
     def members(self) -> list[int]:
@@ -159,7 +176,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     for decision in decisions if is_first else ():
         if decision["likely"]:
             warnings.warn(decision["likely"], RankMismatchWarning, stacklevel=4)
-    return [_agreed(world, options, agreed_mailbox(members, decision["number"]), decision) for decision in decisions]
+    return [_agreed(world, options, agreed_claims(members, decision["token"]), decision) for decision in decisions]
 
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
@@ -167,15 +184,15 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
     agreed = []
     for subject in subjects:
         with error_context(subject.label):
-            mailbox = mailbox_of_explicit_world(world.rank, world.num_replicas, subject.compared)
-        agreed.append(_agreed(world, options, mailbox, {"seed": 0, "number": 0, "columns": ()}))
+            claims = claims_of_explicit_world(world.rank, world.num_replicas, subject.compared)
+        agreed.append(_agreed(world, options, claims, {"seed": 0, "number": 0, "columns": ()}))
     return agreed
 
 
-def _agreed(world: World, options: Options, mailbox: Mailbox | None, decision: Report) -> Agreed:
+def _agreed(world: World, options: Options, claims: Claims | None, decision: Report) -> Agreed:
     """Return an agreement: with the user's seed, if one was chosen."""
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
-    return Agreed(world, options, seed, decision["number"], mailbox, columns=decision["columns"])
+    return Agreed(world, options, seed, decision["number"], claims, columns=decision["columns"])
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
@@ -257,7 +274,10 @@ def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
         like = (*of_ranks, loader["stream"])
         _numbers_of_like[like] += 1
         seed = loader_seed(first["base_seed"], loader["stream"], _numbers_of_like[like])
-    return {"seed": seed, "generators": loader["generators"], "number": next(_numbers)}
+    # A process group that is made later may have the same store; then no claim of its is one of the first one's.
+    nonce = _nonces.setdefault(default_store(), uuid4().hex[:8])
+    number = next(_numbers)
+    return {"seed": seed, "generators": loader["generators"], "number": number, "token": f"{nonce}/{number}"}
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ddp_patch.orders.chunks import copied_items
 from ddp_patch.orders.digest import Digest, number_of
 from ddp_patch.orders.orders import EpochOrder, in_blocks
 from ddp_patch.orders.random_states import Seed, balancing_key
-from ddp_patch.positions_and_padding import Consumed, Plan
+from ddp_patch.positions_and_padding import Plan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -190,7 +190,7 @@ class Balancer:
         return min(self.costs.window * ranks * self.size, sys.maxsize)
 
     def order_of(
-        self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
+        self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, window: int
     ) -> NDArray[np.int64]:
         """Return the order of a window that is balanced for this many ranks, for interleaved sharding.
 
@@ -198,41 +198,27 @@ class Balancer:
             items: Its items.
             ranks: How many ranks share them.
             epoch: Which epoch it is.
-            stage: How many other numbers of ranks have taken a part of it before.
-            window: Which window of the rest it is.
+            window: Which window of it.
         """
         if ranks == 1:  # nobody waits: it has its order already
             return np.arange(len(items))
         costs = self.costs.of(items, are_batches=self.are_batches)
-        key = balancing_key(self.seed.value, epoch, stage, window)
+        key = balancing_key(self.seed.value, epoch, window)
         return balance_window(costs, ranks, self.size, self.costs.of_batch, key)
 
 
-def balanced_stream(balancer: Balancer, epoch: int, before: Consumed, ranks: int, stream: Iterator[T]) -> Iterator[T]:
-    """Return the rest of a stream, balanced for the present number of ranks.
-
-    A window is drawn as soon as its first item is asked for. If other numbers of ranks have taken a part, the stream is
-    balanced for each of them in turn, and what they took is left out. Nothing here refers to what is returned, so that
-    an abandoned stream is closed at once.
+def balanced_stream(balancer: Balancer, epoch: int, ranks: int, stream: Iterator[T]) -> Iterator[T]:
+    """Balance a stream, window by window. A window is drawn as soon as its first item is asked for.
 
     Args:
         balancer: How it is balanced.
         epoch: Which epoch it is.
-        before: What other numbers of ranks have taken, at least an item each.
-        ranks: How many share the rest.
+        ranks: How many ranks began the epoch.
         stream: The sampler's stream, begun.
     """
-    rest = copied_items(stream)
-    for stage, (earlier, each) in enumerate(before):
-        rest = islice(_balanced(rest, balancer, earlier, epoch, stage), earlier * each, None)
-    return _balanced(rest, balancer, ranks, epoch, len(before))
-
-
-def _balanced(stream: Iterator[T], balancer: Balancer, ranks: int, epoch: int, stage: int) -> Iterator[T]:
-    """Balance a stream for this many ranks, window by window."""
-    width, number = balancer.width(ranks), count()
-    while items := list(islice(stream, width)):
-        yield from map(items.__getitem__, balancer.order_of(items, ranks, epoch, stage, next(number)).tolist())
+    rest, width, number = copied_items(stream), balancer.width(ranks), count()
+    while items := list(islice(rest, width)):
+        yield from map(items.__getitem__, balancer.order_of(items, ranks, epoch, next(number)).tolist())
 
 
 def balanced_order(
@@ -242,9 +228,9 @@ def balanced_order(
 
     Args:
         balancer: How it is balanced.
-        ranks: How many ranks share it.
+        ranks: How many ranks began the epoch.
         epoch: Which epoch it is.
-        order: The order, of which nobody has taken a part.
+        order: The order.
         begin: The position at which the pass begins.
         digest: Takes note of how each window from that position on is balanced; None if nobody compares it.
     """
@@ -262,7 +248,7 @@ def balanced_order(
             items = order.at(positions)
         else:
             items = drawn[positions.start : positions.stop].numpy()
-        places = balancer.order_of(items, ranks, epoch, 0, number)
+        places = balancer.order_of(items, ranks, epoch, number)
         if number == to_note and digest is not None:
             digest.add_hash(number_of([places]), len(places))
             to_note += 1

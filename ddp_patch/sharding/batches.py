@@ -27,7 +27,7 @@ from ddp_patch.loaders.overlap import NotedIndices
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.ranks.packing import bytes_of
-from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.pass_facts import PassMonitor
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.passes import Pass, WatchedPass
@@ -224,7 +224,7 @@ class CountedIterator(AroundIterator):
         self._pass: Pass[Any] | None = None
         self._has_pass = self._has_failed = False
         # What makes other batches of its own notes these.
-        self._notes_samples = self._batches_of is None and self._passes.monitor.compares_samples
+        self._notes_samples = self._batches_of is None and self._passes.monitor.parts is not None
         if self._begins_ahead:
             self._find_pass()
 
@@ -322,7 +322,7 @@ class WatchedIterator(AroundIterator):
         self, wrapped: Any, monitor: PassMonitor, noted: NotedIndices | None = None, *, is_open_ended: bool
     ) -> None:
         self._monitor, self._noted, self._source = monitor, noted, ItemSource[Any]()
-        self._source.is_open_ended, self._source.has_own_length = is_open_ended, monitor.has_own_lengths
+        self._source.is_open_ended, self._source.has_own_length = is_open_ended, monitor.rules.has_own_lengths
         super().__init__(wrapped)
 
     def begin(self) -> None:

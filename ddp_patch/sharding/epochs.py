@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from unittest.mock import patch
 
@@ -13,11 +14,12 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
-from ddp_patch.positions_and_padding import Batching, Consumed, Plan
+from ddp_patch.positions_and_padding import Batching, Plan
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.sharding.saved_state import Position, States, split_consumed
+from ddp_patch.ranks.parts import Parts
+from ddp_patch.ranks.pass_facts import PassMonitor, Rules
+from ddp_patch.sharding.sampler_states import DatasetStates, SamplerStates
+from ddp_patch.sharding.saved_state import Position, States
 from ddp_patch.validation import as_index
 
 if TYPE_CHECKING:
@@ -39,11 +41,14 @@ class Passes(Generic[T]):
         batching: How the loader makes batches of its items.
         sampler_states: The objects whose generators are drawn from.
         facts: What identifies what is sharded, for a state.
+        rules: What holds where ranks compare passes.
+        why_in_common: As in ``Agreed``.
 
     Attributes:
         plan: Which positions of the stream are this rank's.
         batch_plan: The rank's share of each batch, where batches are divided; otherwise None.
         monitor: Compares the passes with the other ranks'.
+        slack: How many batches more one rank may have in a pass than another.
         batches_ahead: How many batches the loader's workers fetch before they are taken.
         epochs: Which epoch comes next.
         latest: The latest pass, if there was one since an epoch was set.
@@ -58,17 +63,24 @@ class Passes(Generic[T]):
         wrapper: str,
         agreed: Agreed,
         batching: Batching,
-        sampler_states: SamplerStates,
+        sampler_states: SamplerStates | DatasetStates,
         facts: Mapping[str, object],
+        rules: Rules | None = None,
+        why_in_common: Callable[[], str] | None = None,
     ) -> None:
         self.name: str = name
         self.agreed: Agreed = agreed
         self.batching: Batching = batching
-        self.sampler_states: SamplerStates = sampler_states
+        self.sampler_states: SamplerStates | DatasetStates = sampler_states
         self.plan: Plan = agreed.plan
         self.batch_plan: Plan | None = agreed.batch_plan
-        self.monitor: PassMonitor = PassMonitor(agreed.mailbox, slack=int(self.plan.uneven == "keep"))
-        self.monitor.replicas = agreed.world.replicas
+        parts = None
+        if why_in_common is not None and agreed.claims is not None and agreed.claims.read_one_stream:
+            parts = Parts(self.described, why_in_common, replicas=agreed.world.replicas)
+        is_begun_by_all = agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1
+        rules = replace(rules or Rules(), name=self.described, is_begun_by_all=is_begun_by_all)
+        self.monitor: PassMonitor = PassMonitor(agreed.claims, rules, parts)
+        self.slack: int = int(self.plan.uneven == "keep")
         self.batches_ahead: int = 0
         self.epochs: EpochCounter = EpochCounter()
         self.latest: Pass[T] | None = None
@@ -96,9 +108,9 @@ class Passes(Generic[T]):
         """Return how many items the stream has; if unknown, raise TypeError or what the user's code raises."""
         raise NotImplementedError
 
-    def snapshot(self) -> States:
-        """Return what the samplers hold now: generators, states and counters."""
-        return self.sampler_states.snapshot()
+    def snapshot(self, epoch: int) -> States:
+        """Return what the samplers hold now, when an epoch is about to begin: generators, states and counters."""
+        return self.sampler_states.snapshot(epoch)
 
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
@@ -121,9 +133,13 @@ class Passes(Generic[T]):
             readers: How many workers may each read a part, of which one rank may get an item more than another.
         """
         self._loader_name, self.batches_ahead = type(loader).__name__, batches_ahead
-        self.monitor.name_loader(f"{self._loader_name} {self.agreed.place}".rstrip(), readers)
+        self.slack *= readers
         if self.sampler_states.holds(loader.generator):
             self._shared_generator, self._keeps_workers = loader.generator, loader.persistent_workers
+
+    def described(self) -> str:
+        """Return what errors call the loader."""
+        return f"{self._loader_name} {self.agreed.place}".rstrip()
 
     def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a ``collate_fn`` with whose batches travels what workers note of them: here none do."""
@@ -143,7 +159,7 @@ class Passes(Generic[T]):
         given = loader.generator
         is_shared = self.sampler_states.holds(given)
         with (
-            one_at_a_time() if given is None else nullcontext(),
+            one_at_a_time(self._loader_name) if given is None else nullcontext(),
             patch.object(loader, "generator", torch.Generator()) if is_shared else nullcontext(),
         ):
             yield
@@ -262,24 +278,21 @@ class Passes(Generic[T]):
     def items_left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
         length = self.length_if_any(position.epoch)
-        consumed = split_consumed(position.consumed, self.plan.num_replicas)
-        return None if length is None else self.plan.remaining(length, *consumed)
+        return None if length is None else len(self.plan.share(length, position.taken_of_all))
 
-    def counted_by_len(self) -> tuple[int, Consumed, int]:
-        """Return what ``len()`` counts: an epoch, what other numbers of ranks took of it, what each rank took since.
+    def counted_by_len(self) -> tuple[int, int]:
+        """Return what ``len()`` counts: an epoch, and how many items of it were taken before.
 
         If a position was loaded, this is about the next pass, which resumes there; otherwise about the running one.
         """
-        current, skip = self.latest, 0
-        before: Consumed = ()
+        current, taken = self.latest, 0
         if self.position is not None:
-            epoch = self.position.epoch
-            before, skip = split_consumed(self.position.consumed, self.plan.num_replicas)
+            epoch, taken = self.position.epoch, self.position.taken_of_all
         elif current is None or current.is_over:
             epoch = self.epochs.current
         else:
-            epoch, before, skip = current.epoch, current.consumed_before, current.skip
-        return (epoch, before, skip) if self.counts_rest else (epoch, (), 0)
+            epoch, taken = current.epoch, current.taken_before
+        return epoch, taken if self.counts_rest else 0
 
     # ---- positions ----
 
@@ -288,15 +301,15 @@ class Passes(Generic[T]):
         if (known := self._beginning or self.position) is not None:
             return known
         if self.latest is None:
-            return Position(self.epochs.upcoming, states=self.snapshot())
+            return Position(self.epochs.upcoming, states=self.snapshot(self.epochs.upcoming))
         if self.latest.is_ended:
-            return self.latest.position_at_end(self.snapshot())
-        return self.latest.position(self.latest.items_taken)
+            return self.latest.position_at_end(self.snapshot(self.epochs.upcoming))
+        return self.latest.position(self.latest.items_taken, self.batching)
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         # First, because a sampler may refuse its state.
-        self.sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
+        self.sampler_states.restore(position.epoch + position.is_ended, position.states)
         if position.seed is not None:
             self.agreed.seed.value = position.seed
         self.latest = None

@@ -1,19 +1,18 @@
-"""How a pass gets its items: looked up, or drawn. Chosen when the pass begins."""
+"""How a pass gets its items: looked up in an order, or drawn. Chosen when the pass begins."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import repeat
 from typing import Any, Generic, TypeVar, cast
 
 from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import Drawn, split_chunks
-from ddp_patch.orders.digest import Digest, number_of, number_or_zero
+from ddp_patch.orders.digest import END, Digest
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
-from ddp_patch.ranks.log import Marks
-from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
+from ddp_patch.ranks.pass_facts import Marks
+from ddp_patch.sharding.saved_state import NotedBatch, Position
 
 __all__ = ["Indexed", "ItemSource", "Nothing", "Streamed"]
 
@@ -29,8 +28,7 @@ class ItemSource(Generic[T]):
     """How a pass gets its rank's items. By itself it has none.
 
     Attributes:
-        length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
-            step.
+        length: How many items the epoch has, once its end was found. Every rank knows it at the same step.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
         rounds: The rounds in which ranks send each other batches (``BalancedRounds``, ``streams/even_steps.py``); None
@@ -52,8 +50,8 @@ class ItemSource(Generic[T]):
     has_own_length: bool = False
     digest: Digest | None = None
 
-    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
-        """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
+    def chunks(self) -> Iterator[Sequence[T]]:
+        """Yield this rank's items of the pass in order, in parts; some may be empty."""
         return iter(())
 
     @property
@@ -75,22 +73,17 @@ class ItemSource(Generic[T]):
         """
         return False
 
-    def states_within(self, states: States, taken: int) -> States:
-        """Return the states from which the pass goes on.
-
-        Args:
-            states: What this rank's samplers held before the pass.
-            taken: How many items all ranks have taken of the epoch.
-        """
-        return replace(states, streams=())
+    def order_up_to(self, taken: int) -> tuple[int, int] | None:
+        """Return a digest of the epoch's order, where so many items were taken: of how many, and the digest."""
+        return None
 
     def lengths_found(self) -> Sequence[int | None]:
         """Return how many items the stream had, or each part of it; None where nobody came to the end."""
         return [self.length]
 
-    def parts(self, skip: int) -> Sequence[Part]:
-        """Return what the pass is over, when so many items of each rank's share were taken before."""
-        return [Part(skip, self.length)]
+    def parts(self, taken: int) -> Sequence[Part]:
+        """Return what the pass is over, when so many items of the epoch were taken before."""
+        return [Part(taken, self.length)]
 
     def position_after(self, position: Position, batches: int, schedule: Callable[[], Schedule]) -> Position:
         """Return the position after this many batches, of which ``position`` has what follows from their number."""
@@ -133,13 +126,15 @@ class Indexed(ItemSource[T]):
     """Looks this rank's items up in the epoch's order.
 
     Args:
-        drawn: Draws the order of the whole epoch.
-        random_context: Returns what to enter while the sampler draws.
+        draw: Draws the order of the whole epoch.
+        random_context: What to enter while the sampler draws.
         plan: Which positions of what is left are this rank's.
-        taken: How many items other numbers of ranks have taken.
+        start: Where the pass begins.
         balanced: Returns the order, balanced, for a pass that begins at a position; None to share it as it comes.
-        digest: Takes note of the order, for the ranks to compare; None if nobody compares it.
         keeps_sizes: Whether to record how many samples the items have.
+        name: The sampler's class.
+        has_digest: Whether some items of the order are looked up for a digest. One that is computed follows from the
+            epoch, so only other ranks can have another.
     """
 
     is_open_ended: bool = False  # the whole epoch is drawn before the first item is given
@@ -149,62 +144,72 @@ class Indexed(ItemSource[T]):
 
     def __init__(
         self,
-        drawn: Callable[[], EpochOrder],
-        random_context: Callable[[], AbstractContextManager[object]],
+        draw: Callable[[], EpochOrder],
+        random_context: AbstractContextManager[object],
         plan: Plan,
-        taken: int,
+        start: Position,
         *,
-        balanced: Callable[[EpochOrder, int], EpochOrder] | None,
-        digest: Digest | None,
+        balanced: Callable[[EpochOrder, int, Digest | None], EpochOrder] | None,
         keeps_sizes: bool,
+        name: str,
+        has_digest: bool,
     ) -> None:
-        self._drawn, self._random_context, self._plan, self._taken = drawn, random_context, plan, taken
-        self._balanced, self.digest, self._keeps_sizes = balanced, digest, keeps_sizes
+        self._draw, self._random_context, self._plan, self._start = draw, random_context, plan, start
+        self._balanced, self._keeps_sizes, self._name = balanced, keeps_sizes, name
+        self.digest = Digest() if has_digest else None
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
-    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
-        plan, order = self._plan, self._drawn_order()
+        plan, taken, order = self._plan, sum(self._start.taken), self._drawn_order()
         if self._balanced is not None:
-            order = self._balanced(order, skip * plan.num_replicas)
-        taken = min(self._taken, order.length)
-        length = self.length = order.length - taken
-        at: Callable[[range], Sequence[T]] = partial(_items_from, order, taken) if taken else order.at
-        real, repeated = plan.own_and_repeated(length)
+            order = self._balanced(order, taken, self.digest)
+        length = self.length = order.length
+        at: Callable[[range], Sequence[T]] = order.at
+        real, repeated = plan.own_and_repeated(length, taken)
         padding = at(repeated) if repeated else []  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
-        rounds = length // plan.num_replicas
+        rounds = max(0, length - taken) // plan.num_replicas
         if order.sizes is not None:
             self.sizes = Sizes()
-            for size, batches in order.sizes(range(taken, order.length)):
+            for size, batches in order.sizes(range(min(taken, length), length)):
                 self.sizes.add(size, batches)
         elif self._keeps_sizes:
             self.sizes = Sizes()
-            self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
-            at = partial(self._looking_at_all, at, length)
-        yield from map(at, order.pieces(real[skip:rounds]))
+            at = partial(self._looking_at_all, at, length, taken)
+        yield from map(at, order.pieces(real[:rounds]))
         if self._balanced is not None:
             order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
-        yield from map(at, order.pieces(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
-        yield padding[max(0, skip - len(real)) :]
+        yield from map(at, order.pieces(real[rounds:]) if len(real) > rounds else [range(length, length)])
+        yield padding
         self._finish()
 
     def _drawn_order(self) -> EpochOrder:
-        with self._random_context():
-            order = self._drawn()
+        with self._random_context:
+            order = self._draw()
         self._draw_rest = order.finish
         if self.digest is not None:
             spread = range(0, order.length, max(1, order.length // _LOOKED_UP))
             self.digest.add([order.length, *order.at(spread)])
             self.digest.end()
+            known = tuple(self._start.order)
+            if known and known[0] == END and known != self.order_up_to(0):
+                raise other_order(self._name)
         return order
 
-    def _looking_at_all(self, at: Callable[[range], Sequence[T]], length: int, positions: range) -> Sequence[T]:
+    def order_up_to(self, taken: int) -> tuple[int, int] | None:
+        """Return the digest of some items of the order, evenly spread: the whole order is known."""
+        marks = {} if self.digest is None else self.digest.marks
+        return (END, marks[END]) if END in marks else None
+
+    def _looking_at_all(
+        self, at: Callable[[range], Sequence[T]], length: int, taken: int, positions: range
+    ) -> Sequence[T]:
         """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
         sizes, plan = cast(Sizes, self.sizes), self._plan
         until = positions[-1] - plan.rank + plan.num_replicas if positions else length
-        first = len(sizes)
+        first = taken + len(sizes)
         everybodys = list(sizes.recording(at(range(first, min(until, length)))))
         return everybodys[positions.start - first :: plan.num_replicas] if positions else []
 
@@ -217,7 +222,7 @@ class Indexed(ItemSource[T]):
         """Draw, once, what the sampler draws after its last item."""
         if self._draw_rest is not None:
             draw_rest, self._draw_rest, self._is_finished = self._draw_rest, None, True
-            with self._random_context():
+            with self._random_context:
                 draw_rest()
 
 
@@ -225,98 +230,81 @@ class Streamed(ItemSource[T]):
     """Draws the whole stream, chunk by chunk, and keeps this rank's items.
 
     Args:
-        begin: Begins what yields the items in the order of the epoch.
-        random_context: Returns what to enter while the sampler draws.
-        rest: Returns what is left of these items, in the order in which the ranks share it.
+        stream: Yields the items of the epoch, in the order in which the ranks share it.
+        random_context: What to enter while the sampler draws.
         plan: Which positions of what is left are this rank's.
-        name: The sampler's class.
+        start: Where the pass begins.
+        step: How many items of each rank make a step.
         draws_ahead: Whether more may be drawn than is asked for. An iterator, which can be used only once, goes on in
             the next pass where a break leaves it.
+        adapts: As in ``Drawn``; None if nobody can change the sampler within a pass.
         keeps_sizes: Whether to record how many samples the items have.
-        digest: Takes note of what is drawn, for the ranks to compare; None if nobody compares it.
-        known: What the epoch's first items were when the state was taken that is resumed; None if none is.
+        name: The sampler's class.
     """
 
     length: int | None
     sizes: Sizes | None
-    digest: Digest | None
+    digest: Digest
 
     def __init__(
         self,
-        begin: Callable[[], Iterator[T]],
-        random_context: Callable[[], AbstractContextManager[object]],
-        rest: Callable[[Iterator[T]], Iterator[T]],
+        stream: Iterator[T],
+        random_context: AbstractContextManager[object],
         *,
         plan: Plan,
-        name: str,
+        start: Position,
+        step: int,
         draws_ahead: bool,
+        adapts: Callable[[int], bool] | None,
         keeps_sizes: bool,
-        digest: Digest | None = None,
-        known: StreamStart | None = None,
+        name: str,
     ) -> None:
-        self._plan, self._random_context = plan, random_context
-        self._draws_ahead, self.digest = draws_ahead, digest
-        with random_context():
-            stream = begin()
-        self._first: list[int] = []
-        self._stream = rest(chain(_recognised(stream, self._first, known, name), stream))
-        self._chunks: Drawn[T] | None = None
+        self._plan, self._start, self._name, self._draws_ahead = plan, start, name, draws_ahead
+        self.digest = Digest()
         self.sizes = Sizes() if keeps_sizes else None
-
-    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
-        """Draw, and yield this rank's items."""
-        self._chunks = Drawn(
-            self._stream if self.sizes is None else self.sizes.recording(self._stream),
-            self._random_context,
-            self._plan,
-            rounds=None if self._draws_ahead else repeat(1),
+        self._drawn = Drawn(
+            stream,
+            lambda: random_context,
+            plan,
+            taken=sum(start.taken),
+            step=step,
+            rounds=None if draws_ahead else repeat(1),
+            adapts=adapts,
             digest=self.digest,
         )
-        for part in split_chunks(self._plan, self._chunks, self._found):
-            yield part[skip:] if skip else part
-            skip = max(0, skip - len(part))
+
+    def chunks(self) -> Iterator[Sequence[T]]:
+        """Draw, and yield this rank's items."""
+        self._drawn.skip()
+        self._require_same_order()
+        if self.sizes is not None:
+            self._drawn.pass_through(self.sizes.recording)
+        yield from split_chunks(self._plan, self._drawn, self._found)
+
+    def _require_same_order(self) -> None:
+        """Refuse an epoch whose items up to the position are others than when the state was taken that is resumed."""
+        known, order = tuple(self._start.order), self.digest
+        if known and known[0] != END and known[0] <= order.count and order.before(known[0]) != known:
+            raise other_order(self._name)
 
     def _found(self, length: int) -> None:
-        if self.digest is not None:
-            self.digest.end()
+        self.digest.end()
         self.length = length
 
     def ends_within(self, items: int) -> bool:
         """Draw more, and return whether at most this many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
-        return self._draws_ahead and self._chunks is not None and self._chunks.ends_within(items)
+        return self._draws_ahead and self._drawn.ends_within(items)
 
-    def states_within(self, states: States, taken: int) -> States:
-        """Return the states from which the pass goes on, with what the epoch's first items were."""
-        first = self._first[: min(RECOGNISED_BY, taken)]
-        return replace(
-            states, streams=[StreamSnapshot(StreamStart(len(first), None, number_of(first)))] if first else ()
-        )
+    def order_up_to(self, taken: int) -> tuple[int, int] | None:
+        """Return the digest of at most as many items as were taken: of how many, and the digest."""
+        return self.digest.before(taken)
 
 
-def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None, name: str) -> Iterator[T]:
-    """Yield the first items of an epoch, and note hashes of them.
-
-    Args:
-        stream: All items.
-        first: Gets the hashes.
-        known: What the items were when the state was taken that is resumed; None if none is.
-        name: The sampler's class.
-
-    Raises:
-        StateError: They are others now.
-    """
-    for item in islice(stream, RECOGNISED_BY):
-        first.append(number_or_zero(item))
-        if known is not None and len(first) == known.seen and number_of(first) != known.whole:
-            raise StateError(
-                f"The pass cannot resume from the state: {name} began the epoch with other items when it was taken, so "
-                "samples would be lost. It draws from what no state holds. Let it hold its generator in an attribute, "
-                "give it a state_dict(), or put back what it draws from before you restore the state."
-            )
-        yield item
-
-
-def _items_from(order: EpochOrder, taken: int, positions: range) -> Sequence[Any]:
-    """Return the items at some positions of what is left when some were taken."""
-    return order.at(range(positions.start + taken, positions.stop + taken, positions.step))
+def other_order(name: str) -> StateError:
+    """Return the error that an epoch has another order than when a state was taken."""
+    return StateError(
+        f"The pass cannot resume from the state: {name} began the epoch with other items when it was taken, so samples "
+        "would be lost. It draws from what no state holds. Let it hold its generator in an attribute, give it a "
+        "state_dict(), or put back what it draws from before you restore the state."
+    )

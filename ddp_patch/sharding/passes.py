@@ -1,6 +1,7 @@
 """One pass: what the training loop is given of it, and how it ends; of a rank's share its items and positions, too."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from operator import length_hint
@@ -8,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
-from ddp_patch.positions_and_padding import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
-from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
-from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.positions_and_padding import Batching, Part, Schedule, Sizes, require_steps
+from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, PassMonitor, Progress, next_count
 from ddp_patch.sharding.item_sources import ItemSource
-from ddp_patch.sharding.saved_state import NotedBatch, Position, States, split_consumed
+from ddp_patch.sharding.saved_state import NotedBatch, Position, States
 
 if TYPE_CHECKING:
     from ddp_patch.sharding.epochs import Passes
@@ -46,7 +46,7 @@ class WatchedPass:
         self.batches_delivered: int | None = None
         self.is_interleaved: bool = False
         self._monitor = monitor
-        self._logged: LoggedPass | None = None
+        self._logged: BegunPass | None = None
         self._next_comparison = 2
 
     def begin_log(self, epoch: int, begins_at: str, sketch: Sketch | None = None) -> None:
@@ -82,8 +82,8 @@ class WatchedPass:
 
     def note_samples(self, batch: Any) -> None:
         """Record the samples of a batch that the loop is about to be given."""
-        if self._logged is not None:
-            self._monitor.note_batch(batch, self._logged)
+        if self._logged is not None and self._monitor.parts is not None:
+            self._monitor.parts.note_batch(batch, self._logged.sketch)
 
     def lose_count(self) -> None:
         """Record that the loop is given batches after an error: nobody knows which."""
@@ -94,7 +94,7 @@ class WatchedPass:
         """Record that the loop was given an error of the loader's instead of a batch."""
         self.state = State.FAILED
         self._tell_log()
-        self._monitor.report()  # the others may not wait for this rank's next comparison
+        self._monitor.report(self._logged)  # the others may not wait for this rank's next comparison
 
     def end_loop(self) -> None:
         """Record that the loop was told of an end: of the pass, or before it, by an iterator of the user's.
@@ -108,6 +108,8 @@ class WatchedPass:
         if is_whole:
             if self._logged is not None and self._is_open_ended and self.batches_delivered is not None:
                 self._monitor.end_steps(self._logged, self.batches_delivered)
+            if self._logged is not None:
+                self._monitor.end_whole(self._logged)
             self.source.note_loop_end()
 
     @property
@@ -118,7 +120,16 @@ class WatchedPass:
     def progress(self) -> Progress:
         """Return how many batches the loop was given, and what is known of the pass."""
         given = self.batches_delivered or 0
-        return Progress(given, given, self.state, self._has_own_length)
+        return Progress(given, given, self.state, self._slack, self._drawn_by_all(given))
+
+    @property
+    def _slack(self) -> int | None:
+        """How many batches more one rank may have in it than another; None if each has its own number."""
+        return None if self._has_own_length else 0
+
+    def _drawn_by_all(self, batches: int) -> int | None:
+        """Return how many items all ranks have drawn after so many batches, at least; None if all of them."""
+        return None
 
     @property
     def _has_own_length(self) -> bool:
@@ -136,10 +147,10 @@ class WatchedPass:
     def _compare(self, *, at_end: bool = False) -> None:
         self._tell_log()
         self.source.require_one_order()
+        count = None if at_end else self._next_comparison
         if not at_end:
-            given = self._next_comparison if self.batches_delivered is None else self.batches_delivered
-            self._next_comparison = self._monitor.next_comparison(given)
-        self._monitor.compare(at_end=at_end)
+            self._next_comparison = next_count(max(self._next_comparison, self.batches_delivered or 0))
+        self._monitor.compare(self._logged, count)
 
     def _tell_log(self) -> None:
         """Tell the log how far this has come, where it no longer asks: another pass has begun since."""
@@ -159,9 +170,8 @@ class Pass(WatchedPass, Generic[T]):
 
     Attributes:
         start: Where it began.
-        consumed_before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
-        skip: How many items of this rank's share were taken before the pass.
-        items_given: How many items were given, those before the pass included.
+        taken_before: How many items of the epoch all ranks had taken by then; the pass is over the rest.
+        items_given: How many items were given.
         drawn: How far its items were asked for: NEW, RUNNING, LEFT or ENDED.
     """
 
@@ -177,11 +187,9 @@ class Pass(WatchedPass, Generic[T]):
         divide: Callable[[T], T] | None = None,
     ) -> None:
         super().__init__(passes.monitor, source)
-        before, skip = split_consumed(start.consumed, passes.plan.num_replicas)
         self.start: Position = start
-        self.consumed_before: Consumed = before
-        self.skip: int = skip
-        self.items_given: int = skip
+        self.taken_before: int = start.taken_of_all
+        self.items_given: int = 0
         self._run: Iterator[T] = iter(())
         self.drawn: State = State.ENDED if start.is_ended else State.NEW
         self._passes, self._sizes, self._divide = passes, sizes, divide
@@ -196,7 +204,7 @@ class Pass(WatchedPass, Generic[T]):
 
     @property
     def items_taken(self) -> int:
-        """How many of the items given were taken, those before the pass included."""
+        """How many of the items given were taken."""
         return self.items_given - length_hint(self._run)
 
     @property
@@ -212,22 +220,16 @@ class Pass(WatchedPass, Generic[T]):
     @property
     def begins_at(self) -> str:
         """Where it begins, for the ranks to compare."""
-        return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.consumed_before), str(self.skip)])
-
-    @property
-    def items_of_epoch(self) -> int | None:
-        """How many items the whole epoch has, those before the pass included; None while its end was not found."""
-        before = sum(ranks * each for ranks, each in self.consumed_before)
-        return None if self.source.length is None else self.source.length + before
+        return str(self.taken_before)
 
     @property
     def likely_length(self) -> int | None:
-        """How many items all ranks share in it: as found; or as the sampler or dataset says; or None."""
+        """How many items the epoch has: as found; or as the sampler or dataset says; or None."""
         if self.source.length is not None:
             return self.source.length
         length = self._passes.length_if_any(self.epoch)
         if length is not None:
-            return len(rest_of(length, self.consumed_before))
+            return length
         # Before, one rank's workers may have found it and another's not.
         return self.source.lengths_found()[0] if self.state is State.ENDED else None
 
@@ -236,7 +238,7 @@ class Pass(WatchedPass, Generic[T]):
         return self._batches_asked(batching) if self.batches_delivered is None else self.batches_delivered
 
     def _batches_asked(self, batching: Batching) -> int:
-        return batching.count(self.items_taken - self.skip)
+        return batching.count(self.items_taken)
 
     # ---- its items ----
 
@@ -245,7 +247,7 @@ class Pass(WatchedPass, Generic[T]):
         self.drawn = State.RUNNING
         try:
             self.begin_log(self.epoch, self.begins_at)
-            for chunk in self.source.chunks(self.skip):
+            for chunk in self.source.chunks():
                 if self.source.length is not None and not self._has_noted_length:
                     self._note_length(self.source.length)
                 items = self._own(chunk)
@@ -279,7 +281,7 @@ class Pass(WatchedPass, Generic[T]):
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
         """Cut a run where the ranks compare their progress, as long as nobody counts the batches of the loop."""
         size = self._passes.batching.size
-        first = self.skip + self._passes.batches_ahead * size
+        first = self._passes.batches_ahead * size
         while self.batches_delivered is None and (moment := first + self._next_comparison * size) < self.items_given:
             yield islice(run, moment - self.items_taken)
             if self.batches_delivered is None:
@@ -292,7 +294,7 @@ class Pass(WatchedPass, Generic[T]):
         Then the samplers hold what the epoch leaves in them.
         """
         if self.drawn is State.NEW:  # it resumed where nothing was left
-            for _ in self.source.chunks(self.skip):
+            for _ in self.source.chunks():
                 pass
         return self.source.ends_within(items)
 
@@ -303,11 +305,23 @@ class Pass(WatchedPass, Generic[T]):
         if self.batches_delivered is not None:
             return super().progress()
         passes, state = self._passes, self.state
-        asked, most = max(0, self.items_taken - self.skip), self._batches_asked(passes.batching)
+        asked, most = self.items_taken, self._batches_asked(passes.batching)
         least = max(0, asked // passes.batching.size - passes.batches_ahead)
         if self.is_ended and not passes.batches_ahead and state is State.RUNNING:
             least, state = most, State.ENDED
-        return Progress(least, most, state, self._has_own_length)
+        return Progress(least, most, state, self._slack, self._drawn_by_all(least))
+
+    @property
+    def _slack(self) -> int | None:
+        return None if self._has_own_length else self._passes.slack
+
+    def _drawn_by_all(self, batches: int) -> int | None:
+        if not self.source.is_open_ended:  # all was drawn before the first item was given
+            return None
+        # Of several workers' parts each, items are counted in each.
+        readers = len(self.source.parts(self.taken_before)) if self.source.is_in_parts else 1
+        taken = batches // readers * self._passes.batching.size
+        return self.taken_before + self._passes.plan.num_replicas * max(0, taken - 1)
 
     @property
     def _is_whole(self) -> bool:
@@ -319,7 +333,7 @@ class Pass(WatchedPass, Generic[T]):
 
     def schedule(self, batching: Batching) -> Schedule:
         """Return its batches, with the ends that this rank has found so far."""
-        return self._schedule_of(batching, self.source.parts(self.skip))
+        return self._schedule_of(batching, self.source.parts(self.taken_before))
 
     def whole_schedule(self, batching: Batching) -> Schedule | None:
         """Return its batches if this rank has reached its end, otherwise None."""
@@ -328,9 +342,11 @@ class Pass(WatchedPass, Generic[T]):
             return None if schedule.count is None else schedule
         length = self.source.length if self.is_ended else self.likely_length
         # A loop that takes len() batches never asks for the end.
-        if length is None or not (self.is_ended or self.items_taken >= len(self._passes.plan.share(length))):
+        if length is None or not (
+            self.is_ended or self.items_taken >= len(self._passes.plan.share(length, self.taken_before))
+        ):
             return None
-        return self._schedule_of(batching, [Part(self.skip, length)])
+        return self._schedule_of(batching, [Part(self.taken_before, length)])
 
     def _schedule_of(self, batching: Batching, parts: Sequence[Part]) -> Schedule:
         plan, batch_plan = self._passes.plan, self._passes.batch_plan
@@ -355,7 +371,7 @@ class Pass(WatchedPass, Generic[T]):
                 return False
         unused = batching.size - 1 if batching.drop_last else 0
         if not self.source.is_endless:  # what was drawn ahead of these was drawn in this process
-            unused -= self.items_given - self.skip - batches * batching.size
+            unused -= self.items_given - batches * batching.size
         # If more were given, the length is wrong.
         return unused >= 0 and (self.is_ended or self.source.ends_within(unused))
 
@@ -364,7 +380,8 @@ class Pass(WatchedPass, Generic[T]):
         if self.source.rounds is not None:  # the ranks find the end together
             return None
         length, plan = self.likely_length, self._passes.plan
-        by_length = None if length is None else batching.count(max(0, plan.largest_share(length) - self.skip))
+        left = None if length is None else max(0, length - self.taken_before)
+        by_length = None if left is None else batching.count(plan.largest_share(left))
         most = by_length
         if self.source.is_in_parts:
             most = self.schedule(batching).most_batches if self.state is State.ENDED else None
@@ -375,12 +392,20 @@ class Pass(WatchedPass, Generic[T]):
 
     # ---- its position ----
 
-    def position(self, taken: int) -> Position:
-        """Return the position after this many items of the share were taken."""
-        ranks = self._passes.plan.num_replicas
-        consumed = (*(pair for pair in self.consumed_before if pair[1]), (ranks, taken))
-        states = self.source.states_within(self.start.states, sum(ranks * each for ranks, each in consumed))
-        return Position(self.epoch, (consumed,), states=states)
+    def position(self, items: int, batching: Batching) -> Position:
+        """Return the position after this many items of the share were taken in the pass."""
+        plan, start, before = self._passes.plan, self.start, self.taken_before
+        taken = before + items * plan.num_replicas
+        if self.source.length is not None:
+            taken = max(before, min(taken, self.source.length))
+        return Position(
+            self.epoch,
+            (taken,),
+            steps=start.steps + batching.count(items),
+            ranks=start.ranks if before else plan.num_replicas,
+            order=self.source.order_up_to(taken) or (),
+            states=replace(start.states, streams=()),
+        )
 
     def position_after(self, batches: int, batching: Batching) -> Position:
         """Return the position after this many of its batches.
@@ -388,11 +413,9 @@ class Pass(WatchedPass, Generic[T]):
         Raises:
             StateError: No state can describe it.
         """
-        position = self.position(self.skip + batches * batching.size)
+        position = self.position(batches * batching.size, batching)
         return self.source.position_after(position, batches, partial(self.schedule, batching))
 
     def position_at_end(self, states: States) -> Position:
         """Return the position after everything was taken, when the samplers hold ``states``."""
-        if self.start.is_ended:
-            return self.start
-        return Position(self.epoch, turn=None, states=states)
+        return self.start if self.start.is_ended else Position(self.epoch, turn=None, states=states)

@@ -1,7 +1,6 @@
 """The samplers that this package puts into a loader, with torch's API and the attributes of what they wrap."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import steps_of
-from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching, rest_of
+from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.sampler_passes import SamplerPasses
@@ -143,10 +142,6 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             current = current.sampler
             yield current
 
-    def _user_changes(self) -> AbstractContextManager[object] | None:
-        states = self.rank_passes.sampler_states
-        return states.changed_by_user() if states.has_counters else None
-
     @property
     def sampler(self) -> Iterable[T]:
         """The wrapped sampler's, as in one process; if it has none, that sampler."""
@@ -180,15 +175,14 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     @property
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
         """How many items all ranks take together in an epoch, or in what is left of it, padding included."""
-        plan, (epoch, before, skip) = self.rank_passes.plan, self.rank_passes.counted_by_len()
-        left = rest_of(self.rank_passes.stream_length(epoch), before)
-        return max(0, plan.total(len(left)) - skip * plan.num_replicas)
+        epoch, taken = self.rank_passes.counted_by_len()
+        return self.rank_passes.plan.total(max(0, self.rank_passes.stream_length(epoch) - taken))
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # as total_size
         """How many items this rank takes in an epoch, or in the rest of a resumed one."""
-        epoch, before, skip = self.rank_passes.counted_by_len()
-        return self.rank_passes.plan.remaining(self.rank_passes.stream_length(epoch), before, skip)
+        epoch, taken = self.rank_passes.counted_by_len()
+        return len(self.rank_passes.plan.share(self.rank_passes.stream_length(epoch), taken))
 
     def __len__(self) -> int:
         return self.num_samples

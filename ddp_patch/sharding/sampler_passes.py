@@ -4,33 +4,26 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils.data import DataLoader
 
-from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthWarning
+from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthWarning, StreamOrderWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import epochs_in, tell_epoch
 from ddp_patch.orders.chunks import copy_item, start_iterating
-from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.orders import EpochOrder, has_computed_order, has_order, is_always_alike, order_of
-from ddp_patch.orders.random_states import (
-    PrivateRNG,
-    RandomGenerator,
-    distributed_permutation,
-    epoch_seed,
-    look,
-    random_generators,
-)
+from ddp_patch.orders.random_states import RandomGenerator, distributed_permutation, epoch_seed, look, random_generators
 from ddp_patch.positions_and_padding import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.pass_facts import Rules
 from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.sharding.saved_state import Position, States, split_consumed
+from ddp_patch.sharding.sampler_states import EpochDraw, SamplerStates
+from ddp_patch.sharding.saved_state import Position, States
 from ddp_patch.validation import counted
 
 __all__ = ["SamplerPasses"]
@@ -51,6 +44,8 @@ class SamplerPasses(Passes[T]):
         are_batches: Whether each item is a batch.
     """
 
+    sampler_states: SamplerStates
+
     def __init__(
         self,
         wrapper: str,
@@ -69,21 +64,28 @@ class SamplerPasses(Passes[T]):
             **stream.described,
             **({} if balancer is None else balancer.described),
         }
-        states = SamplerStates(stream.samplers)
-        super().__init__(stream.name, wrapper, agreed, batching, states, facts)
+        states = SamplerStates(stream.samplers, agreed.seed, stream.name)
+        facts["generators"] = states.given_generators
+        # No sample is lost by passes over different epochs.
+        has_one_order = not shuffles and balancer is None and is_always_alike(stream.source)
+        rules = Rules(
+            has_one_order=has_one_order,
+            forgets_looks=has_one_order,
+            why_orders_differ=partial(_why_orders_differ, stream.name, balancer is not None),
+            data_digest=lambda: agreed.data_digest(stream.dataset),
+            data_named=agreed.data_named,
+        )
+        super().__init__(stream.name, wrapper, agreed, batching, states, facts, rules, agreed.why_in_common)
         self.sampler: Iterable[T] = stream.source
         self.shuffles: bool = shuffles
         self._are_batches, self._balancer = are_batches, balancer
         self._gives_runs = agreed.options.gives_runs
-        if not shuffles and balancer is None and is_always_alike(self.sampler):
-            # No sample is lost by passes over different epochs.
-            self.monitor.has_one_order = self.monitor.forgets_looks = True
         self._is_one_shot = stream.is_one_shot
         self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
-        self.monitor.why_orders_differ = partial(_why_orders_differ, self.name, self._balancer is not None)
         # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
         self._epochs_told = epochs_in(self.sampler)
-        self._warned_of_length = False
+        self._warned_of_length = self._has_told_of_adapting = False
+        self._following = 0  # the epoch after the latest pass
 
     # ---- what is drawn ----
 
@@ -116,10 +118,10 @@ class SamplerPasses(Passes[T]):
         if not self._order_is_drawn:
             return self._facts
         # Rows may have been added since the patch. A pass that has begun has those that were there then.
-        length = None if latest is None or latest.is_ended else latest.items_of_epoch
+        length = None if latest is None or latest.is_ended else latest.source.length
         return {**self._facts, "sampler length": self.stream_length(self.epochs.upcoming) if length is None else length}
 
-    def snapshot(self) -> States:
+    def snapshot(self, epoch: int) -> States:
         """Return what the samplers hold now: generators, states and counters."""
         if self._is_one_shot and self.epochs.passes:
             why = (
@@ -127,7 +129,7 @@ class SamplerPasses(Passes[T]):
                 "epochs took. Give the loader something that can be iterated again"
             )
             return States(unknown=why)
-        return super().snapshot()
+        return super().snapshot(epoch)
 
     # ---- passes ----
 
@@ -139,6 +141,10 @@ class SamplerPasses(Passes[T]):
 
     def _tell_epoch(self, epoch: int) -> None:
         tell_epoch(self.sampler, epoch)
+        self._note_epochs()
+
+    def _note_epochs(self) -> None:
+        """Note the epochs of the samplers, as they were told or have counted them: others are the user's choice."""
         self._epochs_told = epochs_in(self.sampler)
 
     def runs(self) -> Iterator[Iterator[T]]:
@@ -152,25 +158,41 @@ class SamplerPasses(Passes[T]):
         if not current.is_ended:
             yield from current.runs()
 
+    @contextmanager
+    def iterator_context(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """While entered, the loader makes an iterator. What workers copy of the samplers' generators is the epoch's."""
+        states = self.sampler_states
+        if not loader.num_workers or not states.has_generators:
+            with super().iterator_context(loader):
+                yield
+            return
+        with (
+            super().iterator_context(loader),
+            states.draw(self.epochs.upcoming, has_global=False, first_from=self._shared_generator),
+        ):
+            yield
+
     def _begin_pass(self) -> Pass[T]:
         """Make a pass over the upcoming epoch the latest one, and return it. It has ended if nothing is left of it."""
-        number, start = self.epochs.upcoming, self.position
+        number, start, states = self.epochs.upcoming, self.position, self.sampler_states
         if start is None or not start.is_within_pass:
-            self.sampler_states.begin(number if self._was_chosen else None)
-            has_drawn = self.has_one_iterator or (self._keeps_workers and number > 0)
-            if self._shared_generator is not None and not has_drawn:  # for the loader's iterator
-                with self.sampler_states.drawing():
-                    torch.empty((), dtype=torch.int64).random_(generator=self._shared_generator)
-        with self.sampler_states.generators_in_place():  # a sampler's set_epoch may seed its generator
+            states.begin(
+                number,
+                is_chosen=self._was_chosen and not has_order(self.sampler),  # which counts nothing
+                is_next=number == self._following,
+                begin_iterating=partial(start_iterating, self.sampler),
+            )
+        # A loader with one iterator for all epochs has drawn its workers' seed already.
+        first_from = None if self.has_one_iterator else self._shared_generator
+        draw = states.draw(number, first_from=first_from, on_exit=self._note_epochs)
+        with draw:  # a sampler's set_epoch may seed its generator
             self._tell_epoch(number)
         if start is not None and start.is_within_pass:
-            # Others may have drawn from the generators since it was loaded.
-            self.sampler_states.restore_states(start.states)
+            states.load(start.states)  # others may have iterated a sampler that has a state since
         else:
-            start = Position(number, states=self.snapshot())
-        digest = Digest() if self.monitor.is_on else None
+            start = Position(number, (0,), states=self.snapshot(number))
         with self.beginning(start):
-            source = self._chosen_source(start, digest)
+            source = self._chosen_source(start, draw)
         current = Pass(
             start,
             self,
@@ -179,7 +201,7 @@ class SamplerPasses(Passes[T]):
             divide=None if self.batch_plan is None else partial(part_of_batch, plan=self.batch_plan, name=self.name),
         )
         self._note_begun(current)
-        self._was_chosen = False
+        self._was_chosen, self._following = False, number + 1
         return current
 
     def _finish_latest(self) -> None:
@@ -190,68 +212,100 @@ class SamplerPasses(Passes[T]):
         current = self.latest
         if current is None or current.is_ended or (length := current.likely_length) is None:
             return
-        count, share = self.batching.count, self.plan.smallest_share(length)
-        if not current.items_taken or current.batches(self.batching) < count(max(0, share - current.skip)):
+        share = self.plan.smallest_share(max(0, length - current.taken_before))
+        if not current.items_taken or current.batches(self.batching) < self.batching.count(share):
             return
         if current.draw_rest(self.batching.size):
             self.sampler_states.end(current.epoch)
 
     # ---- how a pass gets its items ----
 
-    def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:
-        """Choose how a pass gets its items."""
+    def _chosen_source(self, start: Position, draw: EpochDraw) -> ItemSource[T]:
+        """Choose how a pass gets its items.
+
+        Args:
+            start: Where it begins.
+            draw: What to enter while the samplers draw.
+        """
         if start.is_ended:
             return Nothing()
         epoch, seed, keeps_sizes = start.epoch, self.agreed.seed.value, self.keeps_sizes and self.batch_plan is None
-        before = [pair for pair in split_consumed(start.consumed, self.plan.num_replicas)[0] if pair[1]]
-        taken = sum(ranks * each for ranks, each in before)
-        # It draws what the global one would draw from these states, and nobody else can draw from it.
+        # It draws what the global one would draw from the epoch's states, and nobody else can draw from it.
         private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
         order = partial(order_of, self.sampler, epoch, private_generator)
-        random_context = partial(self._drawing, epoch, None if self._order_is_drawn else PrivateRNG(seed, epoch))
-        if self._is_looked_up() and (self._balancer is None or not taken):
-            balanced = None
-            if self._balancer is not None:
-                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch, digest=digest)
+        ranks = start.ranks or self.plan.num_replicas  # that began the epoch
+        if self._is_looked_up():
+            balanced = None if self._balancer is None else partial(balanced_order, self._balancer, ranks, epoch)
             return Indexed(
-                order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
+                order,
+                draw,
+                self.plan,
+                start,
+                balanced=balanced,
+                keeps_sizes=keeps_sizes,
+                name=self.name,
+                has_digest=self.monitor.is_on or self._order_is_drawn,
             )
-        begin, plan = self._begun_by(order, start), self.plan
-        rest: Callable[[Iterator[T]], Iterator[T]] = partial(_left, taken)  # by other numbers of ranks
+        with draw:
+            stream = self._begun_by(order, epoch, ranks)
         if self._balancer is not None:
-            rest = partial(balanced_stream, self._balancer, epoch, before, plan.num_replicas)
-        known = start.states.streams[0].first if start.states.streams else None
+            stream = balanced_stream(self._balancer, epoch, ranks, stream)
+        is_torchs = self._order_is_drawn or has_computed_order(self.sampler)
         return Streamed(
-            begin,
-            random_context,
-            rest,
-            plan=plan,
-            name=self.name,
-            digest=digest,
-            known=known,
+            stream,
+            draw,
+            plan=self.plan,
+            start=start,
+            step=1 if self._is_one_shot else self.batching.size,
             draws_ahead=not self._is_one_shot,
+            adapts=None if is_torchs or self._balancer is not None else partial(self._adapts, draw),
             keeps_sizes=keeps_sizes,
+            name=self.name,
         )
 
-    def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
-        """Return what begins to yield an epoch's items."""
+    def _adapts(self, draw: EpochDraw, ahead: int) -> bool:
+        """Return whether somebody has changed the samplers within the pass; say once what that means.
+
+        Args:
+            draw: What the samplers draw in.
+            ahead: How many steps were drawn at once before.
+
+        Warns:
+            StreamOrderWarning: Some were drawn before the change; or later epochs are not those of one process.
+        """
+        is_first = not draw.has_adapted
+        if not draw.adapts():
+            return False
+        why = ""
+        if ahead > 1 and not self.batches_ahead:
+            why = f"up to {ahead - 1} steps had been drawn before it changed. "
+        elif self.sampler_states.has_generators:
+            why = (
+                "it also draws from a generator of its own, which begins every epoch with a state of that epoch: so "
+                "the later epochs are those of the loader patched for one rank, and not those of the unpatched one. "
+            )
+        if why and is_first and not self._has_told_of_adapting and self.plan.rank == 0:
+            self._has_told_of_adapting = True
+            warnings.warn(
+                f"{self.name} was changed within a pass, as samplers are that learn: from now on each step is drawn "
+                f'when it is asked for, by what it has learned until then; but {why}See "Samplers that learn" in '
+                "docs/samplers.md.",
+                StreamOrderWarning,
+                stacklevel=2,
+            )
+        return True
+
+    def _begun_by(self, order: Callable[[], EpochOrder], epoch: int, ranks: int) -> Iterator[T]:
+        """Begin to yield an epoch's items, in the order that the ranks share if it is not balanced."""
         begin: Callable[[], Iterator[T]] = partial(start_iterating, self.sampler)
         # Where nobody else draws from the same, the sampler is not begun: it may count epochs by that.
         if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
             begin = partial(_in_order, order)
         if self.shuffles:
-            begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, start.epoch))
+            begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, epoch))
         if self._gives_runs:
-            # Those that began the epoch.
-            ranks = next((ranks for ranks, each in start.consumed if each), self.plan.num_replicas)
             begin = partial(_arranged, begin, partial(_in_runs, ranks))
-        return begin
-
-    @contextmanager
-    def _drawing(self, epoch: int, states: AbstractContextManager[None] | None) -> Iterator[None]:
-        """While entered, let the samplers draw an epoch from these states; None where its order is drawn here."""
-        with states or self._counting(epoch), self.sampler_states.drawing():
-            yield
+        return begin()
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
@@ -263,7 +317,7 @@ class SamplerPasses(Passes[T]):
 
         Args:
             current: A pass whose end was found.
-            length: How many items all ranks share in it.
+            length: How many items the epoch has.
 
         Raises:
             ExhaustedSamplerError: There is nothing, because the sampler is an iterator.
@@ -275,18 +329,17 @@ class SamplerPasses(Passes[T]):
                 "Give the loader something that can be iterated again (a list, or a sampler whose __iter__ starts "
                 "again)."
             )
-        if current.skip > self.plan.largest_share(length):
+        if current.taken_before >= length + max(1, current.start.ranks, self.plan.num_replicas):  # else padding
             raise StateError(
-                f"The pass cannot resume from the state: {current.skip} items of each rank's share were done in it, "
-                f"and the sampler ended after {counted(length, 'item')} of all ranks. Restore the state of a loader "
-                "with this sampler."
+                f"The pass cannot resume from the state: {current.taken_before} items were taken in it, and the "
+                f"sampler ended after {counted(length, 'item')}. Restore the state of a loader with this sampler."
             )
         if self._warned_of_length or self._is_looked_up() or (told := self.length_if_any(current.epoch)) is None:
             return
-        if told != (drawn := current.items_of_epoch):
+        if told != length:
             self._warned_of_length = True
             warnings.warn(
-                f"{self.name} yielded {counted(drawn or 0, 'item')} and its len() says {told}. All {drawn} were "
+                f"{self.name} yielded {counted(length, 'item')} and its len() says {told}. All {length} were "
                 "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "
                 "are schedules and progress bars that use it. Correct the sampler's __len__.",
                 StreamLengthWarning,
@@ -322,11 +375,6 @@ def _in_runs(ranks: int, n: int) -> Sequence[int]:
     each, more = divmod(n, ranks)  # the first ranks have one more
     starts = [rank * each + min(rank, more) for rank in range(ranks)]
     return [starts[place % ranks] + place // ranks for place in range(n)]
-
-
-def _left(taken: int, stream: Iterator[T]) -> Iterator[T]:
-    """Leave out what was taken of a stream."""
-    return islice(stream, taken, None) if taken else stream
 
 
 def _why_orders_differ(name: str, is_balanced: bool) -> str:

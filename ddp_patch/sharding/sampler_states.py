@@ -1,264 +1,521 @@
-"""What samplers hold that passes change: random generators, counters, and states of their own."""
+"""What an epoch's order follows from, besides its number: generators that samplers hold, counters, their own states."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import marshal
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
+from ddp_patch.compat.private_torch import times_written
 from ddp_patch.errors import DDPPatchError, StateError
 from ddp_patch.orders.random_states import (
+    PrivateRNG,
     RandomGenerator,
+    Seed,
     generator_state,
     generator_states,
     is_stateful,
+    is_users,
     one_at_a_time,
     plain_attributes,
     random_generators,
     seeded_anew,
-    set_by_iterating,
-    set_generator_state,
     set_generator_states,
-    was_seeded,
 )
 from ddp_patch.sharding.saved_state import States
 from ddp_patch.validation import shown
+from ddp_patch.walks import stored
 
-__all__ = ["SamplerStates"]
+__all__ = ["DatasetStates", "EpochDraw", "SamplerStates"]
 
 
-# How many epochs' beginnings are kept, for who goes back to one.
+# How many epochs' beginnings are kept, for a script that goes back to one.
 _MOST_BEGINNINGS = 32
+# How many items are drawn, at most, to find what samplers have counted by the beginning of an epoch.
+_MOST_DRAWN_AGAIN = 2**17
+# How many elements of an array or a list are looked at, to see whether somebody has changed it.
+_LOOKED_AT = 4096
+
+
+# ---- generators ----
+
+
+class _Base(NamedTuple):
+    """The state from which a generator's epochs follow.
+
+    Attributes:
+        epoch: The epoch that draws from exactly this state. Others draw from one that is made of it and their number.
+        state: The state, as ``generator_state`` returns it.
+    """
+
+    epoch: int
+    state: Any
+
+    def of(self, generator: RandomGenerator, epoch: int) -> Any:
+        """Return the state from which an epoch draws."""
+        return self.state if epoch == self.epoch else seeded_anew(generator, self.state, epoch)
+
+
+class _Generators:
+    """The random generators that samplers hold, and the base of each.
+
+    Args:
+        holders: The samplers.
+        name: What errors call them.
+
+    Attributes:
+        given: How many generators there were at the patch.
+        bases: The base of each generator, in the order in which they were found.
+        draws: How many draws are entered: meanwhile the generators have an epoch's states, and not the user's.
+    """
+
+    def __init__(self, holders: Sequence[Any], name: str) -> None:
+        self._holders, self._name = holders, name
+        self.bases: dict[RandomGenerator, _Base] = {}
+        self.draws: int = 0
+        self._seeds: dict[RandomGenerator, int] = {}  # which torch's generators were seeded with
+        self._to_come: list[_Base] = []  # of generators that a state knows, and that were not made here yet
+        self.find(0)
+        self.given: int = len(self.bases)
+
+    def find(self, epoch: int) -> None:
+        """Look for generators that samplers were given or made since, or that were seeded anew: they begin here."""
+        if self.draws:
+            return
+        with one_at_a_time(self._name):
+            found = random_generators(self._holders)
+            seeds: dict[RandomGenerator, int] = {
+                each: each.initial_seed() for each in found if isinstance(each, torch.Generator)
+            }
+            known = {each for each in found if each in self.bases and seeds.get(each) == self._seeds.get(each)}
+            new = [each for each in found if each not in known]
+            come, self._to_come = self._to_come[: len(new)], self._to_come[len(new) :]
+            of_new = dict(
+                zip(new, [*come, *(_Base(epoch, generator_state(each)) for each in new[len(come) :])], strict=True)
+            )
+            self.bases = {each: of_new[each] if each in of_new else self.bases[each] for each in found}
+            self._seeds = seeds
+
+    def restore(self, epoch: int, bases: Sequence[Any]) -> None:
+        """Let epochs follow from the bases of a state; those of generators that are made later wait for them."""
+        self.find(epoch)
+        known = [*map(_Base._make, bases)]
+        self.bases |= zip(self.bases, known, strict=False)
+        self._to_come = known[len(self.bases) :]
+
+
+# ---- counters ----
+
+
+# An attribute of one of some samplers: which, and its name.
+_Name = tuple[int, str]
+
+
+class _Seen:
+    """The plain attributes of one sampler, whichever loader draws from it.
+
+    Attributes:
+        values: As the latest draw of any patched loader left them.
+        changes: For those that changed at another time: how often, and to which value at last.
+        counters: The names of those that draws have changed.
+    """
+
+    # By id, because samplers may be neither hashable nor comparable; until they are gone.
+    _of: dict[int, tuple[object, "_Seen"]] = {}  # noqa: RUF012 - all of this process
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values: dict[str, Any] = values
+        self.changes: dict[str, tuple[int, Any]] = {}
+        self.counters: set[str] = set()
+
+    @classmethod
+    def of(cls, holder: object, *, looks: bool = True) -> "_Seen":
+        """Return what was seen of a sampler, after another look: what has changed by now, no draw has changed."""
+        key, of = id(holder), cls._of
+        if key not in of:
+            kept: object = holder
+            with suppress(TypeError):  # a class with slots alone
+                kept = weakref.ref(holder, lambda _: of.pop(key, None) and None)
+            of[key] = kept, cls({})
+        seen = of[key][1]
+        for name, now in plain_attributes(holder).items() if looks else ():
+            if not _is_same(seen.values.setdefault(name, now), now):
+                seen.changes[name] = seen.changes.get(name, (0, None))[0] + 1, now
+                seen.values[name] = now
+        return seen
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or one != one)
+
+
+class _Counters:
+    """What samplers count in their plain attributes: those that draws change, as one loader's draws left them.
+
+    A sampler with ``set_epoch`` or ``state_dict`` counts by that. An attribute that somebody else changes keeps that
+    value: the user's, or what the sampler has learned.
+
+    Args:
+        holders: The samplers.
+
+    Attributes:
+        values: The counters.
+        are_as_drawn: Whether nobody else has changed an attribute of the samplers.
+        beginnings: The counters where an epoch begins, if all epochs before were drawn to their ends.
+    """
+
+    def __init__(self, holders: Sequence[Any]) -> None:
+        self._holders = holders
+        self.values: dict[_Name, Any] = {}
+        self.beginnings: dict[int, dict[_Name, Any]] = {0: {}}
+        self._changes: dict[_Name, int] = {}
+        # The attributes that no draw has changed yet, as this loader would begin with them.
+        self._unmoved = [*map(self._counting, range(len(holders)))]
+        self.note_changes()
+        self.are_as_drawn: bool = True
+
+    @property
+    def may_count(self) -> bool:
+        """Whether a draw may change an attribute by which the samplers count."""
+        return any(map(self._counting, range(len(self._holders))))
+
+    def _counting(self, place: int) -> dict[str, Any]:
+        """Return the attributes of a sampler by which it may count."""
+        holder = self._holders[place]
+        return {} if hasattr(holder, "set_epoch") else plain_attributes(holder)
+
+    def note_changes(self) -> None:
+        """Note the attributes that somebody has changed since the latest draw."""
+        for place, holder in enumerate(self._holders):
+            seen = _Seen.of(holder)
+            for name, (times, value) in seen.changes.items():
+                if self._changes.get((place, name)) != times:
+                    self._changes[place, name], self.are_as_drawn = times, False
+                    if (place, name) in self.values:
+                        self.values[place, name] = value
+                    elif name in self._unmoved[place]:
+                        self._unmoved[place][name] = value
+            self._note_counters(place, seen)
+
+    def begin_draw(self) -> list[dict[str, Any]]:
+        """Let the samplers count on from where this loader's draws left them; return what ``end_draw`` takes."""
+        self.note_changes()
+        self.put_back()
+        return [*map(self._counting, range(len(self._holders)))]
+
+    def put_back(self) -> None:
+        """Put the counters back to where this loader's draws left them, if other loaders' have moved them."""
+        for (place, name), value in self.values.items():
+            vars(self._holders[place])[name] = value
+            _Seen.of(self._holders[place], looks=False).values[name] = value
+
+    def end_draw(self, before: Sequence[Mapping[str, Any]]) -> None:
+        """Note the attributes that a draw has changed since ``before``."""
+        for place, was in enumerate(before):
+            seen, now = _Seen.of(self._holders[place], looks=False), self._counting(place)
+            seen.counters |= {name for name in now if name in was and not _is_same(was[name], now[name])}
+            self._note_counters(place, seen)
+            self.values |= {(place, name): now[name] for name in seen.counters & now.keys()}
+            seen.values.update(plain_attributes(self._holders[place]))
+
+    def _note_counters(self, place: int, seen: _Seen) -> None:
+        """Note which attributes are counters: until now, every epoch has begun with the value that they had first."""
+        for name in seen.counters & self._unmoved[place].keys():
+            first = self._unmoved[place].pop(name)
+            self.values[place, name] = first
+            for beginning in self.beginnings.values():
+                beginning.setdefault((place, name), first)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Record that an epoch was drawn to its end: the next one begins with the counters of now."""
+        self.beginnings[epoch + 1] = dict(self.values)
+        if len(self.beginnings) > _MOST_BEGINNINGS:
+            del self.beginnings[min(known for known in self.beginnings if known)]
+
+    def restore(self, epoch: int, attributes: Sequence[Mapping[str, Any]]) -> None:
+        """Set attributes of the samplers, with which an epoch begins."""
+        for place, plain in enumerate(attributes):
+            now = vars(self._holders[place]) if plain else {}
+            # A generator that a sampler was given since stays: a state has its base.
+            set_now = {name: each for name, each in plain.items() if not isinstance(now.get(name), RandomGenerator)}
+            now.update(set_now)
+            _Seen.of(self._holders[place], looks=False).values.update(set_now)
+            self.values |= {key: plain[key[1]] for key in self.values if key[0] == place and key[1] in plain}
+        self.note_changes()
+        self.are_as_drawn, self.beginnings = True, {epoch: dict(self.values)}
+
+
+# ---- both ----
 
 
 class SamplerStates:
-    """The samplers of a stream, and other objects that may hold random generators or a state.
+    """The samplers of a loader: what the order of each of its epochs follows from, besides the seed.
 
-    Their generators and counters belong to the passes of one loader: they are put back to where these passes left them
-    whenever one draws, whatever others drew or counted meanwhile. After ``set_epoch(n)``, epoch n starts from the same
-    states as if no other pass had been broken off. A ``torch.Generator`` that the user seeds goes on from that seed.
+    A generator that they hold draws each epoch from a state of its own, made of the generator's base and the epoch. The
+    base is the state at the patch; for a generator that came later, or that the user seeds anew, the state then.
+
+    A sampler with neither ``set_epoch`` nor ``state_dict`` may count its epochs in plain attributes. What a draw
+    changes in these is kept for the loader's next pass, whatever other loaders draw from the same sampler meanwhile.
 
     Args:
-        holders: Those objects. The attributes that they have now count as unchanged.
-        is_private: Whether the passes draw from them by this object alone. A dataset draws from its own while it is
-            read, by workers or in the main process.
+        holders: The samplers. The attributes that they have now count as unchanged.
+        seed: The seed in force.
+        name: What errors call the sampler.
+
+    Attributes:
+        holders: As given.
     """
 
-    def __init__(self, holders: Sequence[Any], *, is_private: bool = True) -> None:
+    def __init__(self, holders: Sequence[Any], seed: Seed, name: str) -> None:
         self.holders: Sequence[Any] = holders
-        self.is_private = is_private
+        self._seed, self._name = seed, name
         self._at_first = [plain_attributes(holder) for holder in holders]
-        # Where the passes left the generators, and the counters, which are attributes: by the holder's place and name.
-        self._generators: dict[RandomGenerator, Any] = {}
-        self._counters: dict[tuple[int, str], Any] = {}
-        # Where others found the generators then, and where those were that somebody seeded since an epoch was chosen or
-        # drawn to its end.
-        self._outside: dict[RandomGenerator, Any] = {}
-        self._seeded: dict[RandomGenerator, Any] = {}
-        self._is_drawing = False
-        self._find()
-        self._note_counters()
-        # What epochs begin with: generators and counters, as above.
-        self._beginnings: dict[int, dict[Any, Any]] = {0: self._now()}
+        self._generators = _Generators(holders, name)
+        self._counters = _Counters(holders)
+
+    @property
+    def given_generators(self) -> int:
+        """How many random generators they held at the patch."""
+        return self._generators.given
 
     @property
     def has_generators(self) -> bool:
         """Whether they hold random generators."""
-        return bool(self._generators)
+        return bool(self._generators.bases)
 
     def holds(self, generator: object) -> bool:
         """Return whether this is one of their generators."""
-        return any(known is generator for known in self._generators)
+        return any(known is generator for known in self._generators.bases)
 
-    # ---- while a pass draws ----
+    # ---- passes ----
 
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """While entered, let the samplers draw and count from where the passes left them."""
-        if self._is_drawing:
-            yield
-            return
-        with self.generators_in_place():
-            self._put_counters_back()
-            try:
-                yield
-            finally:
-                self._note_counters()
+    def begin(
+        self, epoch: int, *, is_chosen: bool, is_next: bool, begin_iterating: Callable[[], Iterator[Any]]
+    ) -> None:
+        """Prepare a pass over an epoch.
 
-    @contextmanager
-    def generators_in_place(self) -> Iterator[None]:
-        """While entered, let the generators draw from where the passes left them. What others find is put back.
+        Args:
+            epoch: The epoch.
+            is_chosen: Whether the user chose it. Else the samplers count on from where the latest pass left them.
+            is_next: Whether it follows the latest one.
+            begin_iterating: Begins the samplers, to find what they count.
 
-        As long as nobody else draws from a generator, everybody finds it where the passes left it, as in one process.
+        Raises:
+            StateError: Nobody knows what the samplers have counted by the beginning of that epoch.
         """
-        if self._is_drawing:
-            yield
+        counters = self._counters
+        counters.note_changes()
+        if not is_chosen or not counters.may_count or (is_next and not counters.are_as_drawn):
             return
-        with one_at_a_time():
-            self._note_seeded()
-            found = {generator: generator_state(generator) for generator in self._generators}
-            moved = {each: state for each, state in found.items() if state != self._generators[each]}
-            for generator in moved:
-                set_generator_state(generator, self._generators[generator])
-            self._is_drawing = True
-            try:
-                yield
-            finally:
-                self._is_drawing = False
-                self._note_generators()
-                for generator, state in moved.items():
-                    self._outside[generator] = state
-                    set_generator_state(generator, state)
+        if epoch not in counters.beginnings:
+            self._draw_up_to(epoch, begin_iterating)
+        counters.values |= counters.beginnings.get(epoch, {})
 
-    def _note_generators(self) -> None:
-        """Note the states of the generators, which everybody finds so."""
-        self._generators = {generator: generator_state(generator) for generator in self._generators}
-        self._outside = dict(self._generators)
-
-    def _note_seeded(self) -> None:
-        """Let the generators that somebody else has seeded go on from there."""
-        for generator in () if self._is_drawing else self._generators:
-            now, before = generator_state(generator), self._outside[generator]
-            if now != before and was_seeded(generator, before):
-                self._generators[generator] = self._outside[generator] = self._seeded[generator] = now
-
-    def _find(self) -> None:
-        """Look for generators that samplers were given, or made, since."""
-        found = random_generators(self.holders) if self.is_private else []
-        now = {generator: generator_state(generator) for generator in found}
-        self._generators, self._outside = (
-            {generator: known.get(generator, state) for generator, state in now.items()}
-            for known in (self._generators, self._outside)
+    def _draw_up_to(self, epoch: int, begin_iterating: Callable[[], Iterator[Any]]) -> None:
+        """Draw the epochs before one to their ends, without reading data: the samplers may count by that."""
+        counters, left = self._counters, _MOST_DRAWN_AGAIN
+        latest = max((known for known in counters.beginnings if known < epoch), default=None)
+        if latest is not None and (counters.are_as_drawn or not counters.values):
+            counters.values |= counters.beginnings[latest]
+            for before in range(latest, epoch):
+                with self.draw(before):
+                    left -= sum(1 for _ in islice(begin_iterating(), left))
+                if not counters.values:  # they count nothing
+                    return
+                if not left:
+                    break
+                counters.end_epoch(before)
+        if epoch in counters.beginnings or not counters.values:
+            return
+        why = "they are others than the loader's latest draw left, so it would not draw the same again"
+        if counters.are_as_drawn:
+            why = f"to draw the epochs before would take more than {_MOST_DRAWN_AGAIN:,} items"
+        names = ", ".join(sorted({repr(name) for _, name in counters.values}))
+        raise StateError(
+            f"Beginning epoch {epoch} of {self._name}: the sampler counts what it has drawn, in its attributes "
+            f"{names}, and {why}. Give it a set_epoch(epoch) that sets what it counts: then every epoch can be begun "
+            "by its number."
         )
 
-    def _note_counters(self) -> None:
-        """Note what the attributes are that passes change."""
-        self._counters = {
-            (place, name): value
-            for place, holder in enumerate(self.holders)
-            for name, value in plain_attributes(holder).items()
-            if name in set_by_iterating(holder.__class__)
-        }
-
-    def _put_counters_back(self) -> None:
-        for (place, name), value in self._counters.items():
-            vars(self.holders[place])[name] = value
-
-    @property
-    def has_counters(self) -> bool:
-        """Whether passes change attributes."""
-        return bool(self._counters)
-
-    @contextmanager
-    def changed_by_user(self) -> Iterator[None]:
-        """While entered, the user may change what passes count: they continue from there."""
-        with one_at_a_time():
-            if self._is_drawing:  # a pass will note it
-                yield
-                return
-            self._put_counters_back()
-            try:
-                yield
-            finally:
-                self._note_counters()
-
-    # ---- between passes ----
-
-    def begin(self, epoch: int | None = None) -> None:
-        """Prepare a pass; if its epoch was chosen, put back what that epoch begins with."""
-        self._find()
-        if epoch is not None:
-            # Whoever seeded a generator chose what comes next, even if somebody looked at that meanwhile.
-            self._note_seeded()
-            beginning = {**self._beginning(epoch), **self._seeded}
-            for generator in self._generators:
-                if generator in beginning:
-                    self._generators[generator] = beginning[generator]
-                    if self._is_drawing:
-                        set_generator_state(generator, beginning[generator])
-            self._counters |= {moved: value for moved, value in beginning.items() if isinstance(moved, tuple)}
-            if self._seeded:
-                self._beginnings[epoch], self._seeded = beginning, {}
-        self._put_counters_back()
-
-    def _beginning(self, epoch: int) -> dict[Any, Any]:
-        """Return what an epoch begins with. If nobody knows, it follows from the earliest known, as on all ranks."""
-        if epoch in self._beginnings:
-            return self._beginnings[epoch]
-        first = min(self._beginnings)
-        later = epoch - first
-
-        def moved_on(moved: Any, value: Any) -> Any:
-            if isinstance(moved, RandomGenerator):
-                return seeded_anew(moved, value, later % 2**32)
-            return value + later if type(value) is int else value
-
-        return {moved: moved_on(moved, value) for moved, value in self._beginnings[first].items()}
-
     def end(self, epoch: int) -> None:
-        """Record that all of an epoch was drawn, so that the next one begins with what is held now."""
-        self._beginnings[epoch + 1], self._seeded = self._now(), {}
-        if len(self._beginnings) > _MOST_BEGINNINGS:
-            del self._beginnings[min(known for known in self._beginnings if known)]
+        """Record that all of an epoch was drawn."""
+        self._counters.end_epoch(epoch)
 
-    def _now(self) -> dict[Any, Any]:
-        """Return what an epoch begins with that begins here."""
-        if self._is_drawing:
-            self._note_counters()
-            self._note_generators()
-        return {**self._generators, **self._counters}
+    def draw(
+        self,
+        epoch: int,
+        *,
+        has_global: bool = True,
+        first_from: torch.Generator | None = None,
+        on_exit: Callable[[], object] = lambda: None,
+    ) -> "EpochDraw":
+        """Return what to enter while an epoch is drawn.
+
+        Args:
+            epoch: The epoch.
+            has_global: Whether its samplers may draw from the global generators.
+            first_from: The loader's generator, if the loader draws a seed for its workers from it before they do.
+            on_exit: Called whenever the samplers have drawn.
+        """
+        self._generators.find(epoch)
+        states = {generator: base.of(generator, epoch) for generator, base in self._generators.bases.items()}
+        rng = PrivateRNG(self._seed.value, epoch, states, name=self._name, has_global=has_global)
+        if first_from is not None:
+            with rng:
+                torch.empty((), dtype=torch.int64).random_(generator=first_from)
+        return EpochDraw(self.holders, self._generators, self._counters, rng, on_exit)
 
     # ---- states ----
 
-    def snapshot(self) -> States:
-        """Return what they hold now."""
+    def snapshot(self, epoch: int) -> States:
+        """Return what an epoch that begins now follows from."""
+        self._generators.find(epoch)
+        self._counters.note_changes()
+        self._counters.put_back()
         attributes = [
             {name: value for name, value in plain_attributes(holder).items() if name not in was or was[name] != value}
             for holder, was in zip(self.holders, self._at_first, strict=True)
         ]
         changed = attributes if any(attributes) else ()
-        with self.generators_in_place():
-            states = generator_states(self.holders)
+        bases = [list(base) for base in self._generators.bases.values()]
+        try:
+            return States(bases, [copy.deepcopy(holder.state_dict()) for holder in self._stateful()], changed)
+        except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
+            why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
+            return States(bases, (), changed, unknown=why)
+
+    def restore(self, epoch: int, snapshot: States) -> None:
+        """Let an epoch begin with a snapshot."""
+        self.load(snapshot)
+        changed = snapshot.attributes or [{} for _ in self.holders]
+        attributes = [{**first, **then} for first, then in zip(self._at_first, changed, strict=True)]
+        self._counters.restore(epoch, attributes)
+        self._generators.restore(epoch, snapshot.generators)
+
+    def load(self, snapshot: States) -> None:
+        """Give those samplers that have states their own of a snapshot."""
+        for holder, state in zip(self._stateful(), snapshot.samplers, strict=True):
             try:
-                return States(states, [copy.deepcopy(holder.state_dict()) for holder in self._stateful()], changed)
-            except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
-                why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
-                return States(states, (), changed, unknown=why)
-
-    def restore_states(self, snapshot: States) -> None:
-        """Make them hold what they held before."""
-        self.restore_generators(snapshot.generators)
-        with self.generators_in_place():  # a state may hold a generator's
-            for holder, state in zip(self._stateful(), snapshot.samplers, strict=True):
-                try:
-                    holder.load_state_dict(copy.deepcopy(state))
-                except DDPPatchError:
-                    raise
-                except Exception as error:
-                    raise StateError(
-                        f"{type(holder).__name__} cannot resume from the state: its load_state_dict() raised "
-                        f"{type(error).__name__}: {shown(str(error))}. Pass what loader_state(), or state_dict(), "
-                        "returned, as it was saved; or correct that method."
-                    ) from error
-        attributes = snapshot.attributes or [{} for _ in self.holders]
-        for holder, first, changed in zip(self.holders, self._at_first, attributes, strict=True):
-            if plain := {**first, **changed}:
-                attributes_now = vars(holder)
-                # A generator that it was given since stays: its state was restored above.
-                attributes_now.update(
-                    {k: v for k, v in plain.items() if not isinstance(attributes_now.get(k), RandomGenerator)}
-                )
-        self._note_counters()
-
-    def restore_generators(self, states: Sequence[Any]) -> None:
-        """Put their random generators into the states of a snapshot."""
-        set_generator_states(self.holders, states)
-        self._find()
-        self._note_generators()
-
-    def restore_epoch(self, epoch: int, snapshot: States) -> None:
-        """Make them hold what they held before an epoch, because a state is restored."""
-        self.restore_states(snapshot)
-        self._beginnings = {epoch: self._now()}
+                holder.load_state_dict(copy.deepcopy(state))
+            except DDPPatchError:
+                raise
+            except Exception as error:
+                raise StateError(
+                    f"{type(holder).__name__} cannot resume from the state: its load_state_dict() raised "
+                    f"{type(error).__name__}: {shown(str(error))}. Pass what loader_state(), or state_dict(), "
+                    "returned, as it was saved; or correct that method."
+                ) from error
 
     def _stateful(self) -> list[Any]:
         return [holder for holder in self.holders if is_stateful(holder)]
+
+
+class EpochDraw(AbstractContextManager[None]):
+    """One draw of an epoch: while entered, samplers draw from the epoch's states, and count for one loader.
+
+    Args:
+        holders: The samplers.
+        generators: Their generators.
+        counters: What they count.
+        rng: The epoch's random states.
+        on_exit: Called whenever it is left.
+
+    Attributes:
+        has_adapted: Whether somebody was seen to change the samplers while this was left.
+    """
+
+    def __init__(
+        self,
+        holders: Sequence[Any],
+        generators: _Generators,
+        counters: _Counters,
+        rng: PrivateRNG,
+        on_exit: Callable[[], object],
+    ) -> None:
+        self._holders, self._generators, self._counters = holders, generators, counters
+        self._rng, self._on_exit = rng, on_exit
+        self._left: Any = None  # what the samplers stored when this was left
+        self.has_adapted: bool = False
+
+    def __enter__(self) -> None:
+        self._rng.__enter__()
+        self._generators.draws += 1
+        self._before = self._counters.begin_draw()
+
+    def __exit__(self, *exc: object) -> None:
+        self._counters.end_draw(self._before)
+        self._left = _looked_at(self._holders)
+        self._on_exit()
+        self._generators.draws -= 1
+        self._rng.__exit__(*exc)
+
+    def adapts(self) -> bool:
+        """Return whether somebody has changed the samplers since this was left, or before, as if they learn."""
+        self.has_adapted = self.has_adapted or (self._left is not None and self._left != _looked_at(self._holders))
+        return self.has_adapted
+
+
+class DatasetStates:
+    """The random generators that an iterable dataset holds. It draws from them while it is read, whoever reads it.
+
+    Args:
+        holder: What holds the generators, and nothing else: the dataset's own state is a position in it.
+
+    Attributes:
+        holders: That alone.
+    """
+
+    def __init__(self, holder: object) -> None:
+        self.holders: Sequence[Any] = [holder]
+
+    def holds(self, generator: object) -> bool:
+        """Return whether this is one of them."""
+        return any(known is generator for known in random_generators(self.holders))
+
+    def snapshot(self, epoch: int) -> States:
+        """Return their states now."""
+        return States([(0, state) for state in generator_states(self.holders)])
+
+    def restore(self, epoch: int, snapshot: States) -> None:
+        """Put them into the states of a snapshot."""
+        set_generator_states(self.holders, [state for _, state in snapshot.generators])
+
+    @property
+    def given_generators(self) -> int:
+        """How many there are."""
+        return len(random_generators(self.holders))
+
+    def end(self, epoch: int) -> None:
+        """Do nothing: they stay where the dataset has left them."""
+
+
+def _looked_at(holders: Sequence[Any]) -> list[Any]:
+    """Return what samplers store, and objects of the user's that they hold, as far as it can be compared cheaply."""
+    values = [*chain.from_iterable(stored(holder).values() for holder in holders)]
+    values = [value for value in values if not isinstance(value, RandomGenerator)]
+    nested = [value for value in values if is_users(value) and not hasattr(value, "__getitem__")]  # as a dataset has
+    values += chain.from_iterable(getattr(value, "__dict__", {}).values() for value in nested)
+    return [(id(value), _mark_of(value)) for value in values]
+
+
+def _mark_of(value: Any) -> Any:
+    """Return what differs when a value was changed in place; of large ones some elements are looked at."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            return times_written(value)
+        return times_written(value), value.detach().reshape(-1)[:: max(1, value.numel() // _LOOKED_AT)].tolist()
+    if isinstance(value, np.ndarray):
+        return value.shape, value.reshape(-1)[:: max(1, value.size // _LOOKED_AT)].tobytes()
+    if isinstance(value, list | tuple):
+        value = len(value), value[:: max(1, len(value) // _LOOKED_AT)]
+    elif isinstance(value, dict | set):
+        value = len(value), [*islice(value.values() if isinstance(value, dict) else value, _LOOKED_AT)]
+    try:
+        return marshal.dumps(value, 0)
+    except ValueError:  # it has no plain value
+        return None

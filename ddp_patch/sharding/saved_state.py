@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.random_states import Seed, is_stateful, look, random_generators, set_generator_state
-from ddp_patch.positions_and_padding import Batching, Consumed
+from ddp_patch.positions_and_padding import Batching
 from ddp_patch.sharding.state_text import as_text, from_text
 from ddp_patch.validation import shown
 
@@ -25,7 +25,6 @@ __all__ = [
     "epoch_after",
     "no_state",
     "position_in",
-    "split_consumed",
     "state_after",
     "state_now",
 ]
@@ -60,9 +59,6 @@ class StreamStart(NamedTuple):
 
 # More epochs, items or workers than this nobody counts, and memory that workers share could not hold.
 _MOST = 2**63 - 1
-
-# What was taken of an epoch of which nothing is left.
-_EVERYTHING: Consumed = ((1, _MOST),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +115,8 @@ class States:
     """What an epoch's order follows from, besides (seed, epoch).
 
     Attributes:
-        generators: The states of the samplers' random generators.
+        generators: Of each of the samplers' random generators, an epoch and the state that it draws from, from which
+            the states of the others follow; of an iterable dataset's generators, epoch 0 and their states.
         samplers: The ``state_dict()`` of those samplers that have one.
         attributes: Plain attributes of all others that have changed since they were wrapped: counters.
         streams: What identifies an iterable dataset's stream, or each of its parts.
@@ -141,24 +138,29 @@ class Position:
 
     Attributes:
         epoch: Which epoch it is over.
-        parts: What was taken of each part of that epoch; empty if nothing is left of any.
+        taken: How many items of each part of that epoch all ranks have taken; empty if its pass has not begun, or if
+            nothing is left of any.
         turn: Which part gives the next batch; None if nothing is left of any, so that the next pass is empty.
+        steps: How many steps the epoch has had.
+        ranks: How many ranks began it, which balanced and contiguous orders follow from; 0 if nothing was taken.
+        order: The digest of the epoch's order, up to the position: after how many items, and the digest; or empty.
         states: What the samplers held before the epoch, or after it if nothing is left.
         seed: The seed of the epochs' order, in a position that was read; else None.
     """
 
     epoch: int
-    parts: Sequence[Consumed] = ((),)
+    taken: Sequence[int] = ()
     turn: int | None = 0
+    steps: int = 0
+    ranks: int = 0
+    order: Sequence[int] = ()
     states: States = field(default_factory=States)
     seed: int | None = None
 
     @property
-    def consumed(self) -> Consumed:
-        """What was taken of all parts together. Each was taken by the same numbers of ranks, one after the other."""
-        if self.is_ended:
-            return _EVERYTHING
-        return tuple((taken[0][0], sum(each for _, each in taken)) for taken in zip(*self.parts, strict=False))
+    def taken_of_all(self) -> int:
+        """How many items were taken of all parts together; more than there can be if nothing is left."""
+        return _MOST if self.is_ended else sum(self.taken)
 
     @property
     def is_ended(self) -> bool:
@@ -168,23 +170,16 @@ class Position:
     @property
     def is_within_pass(self) -> bool:
         """Whether it is within a pass or at its end, not where one begins."""
-        return any(self.parts) or self.is_ended
+        return bool(self.taken) or self.is_ended
 
     @property
     def is_at_epoch_start(self) -> bool:
         """Whether nothing of the epoch was taken."""
-        return not self.is_ended and not any(taken for consumed in self.parts for _, taken in consumed)
+        return not self.is_ended and not any(self.taken)
 
     def or_next_epoch(self) -> "Position":
         """Return where the next epoch begins, if this one has ended; otherwise this position."""
-        return replace(self, epoch=self.epoch + 1, turn=0) if self.is_ended else self
-
-
-def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int]:
-    """Return what other numbers of ranks took, and how many items each of this many took after that."""
-    if consumed and consumed[-1][0] == num_replicas:
-        return consumed[:-1], consumed[-1][1]
-    return consumed, 0
+        return replace(self, epoch=self.epoch + 1, turn=0, steps=0, ranks=0) if self.is_ended else self
 
 
 # ---- what fields look like in a state ----
@@ -212,11 +207,20 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     raise ValueError
 
 
-def _parts(value: Any) -> Sequence[Consumed]:
-    parts = [tuple((_count(ranks), _count(taken)) for ranks, taken in _sequence(part)) for part in _sequence(value)]
-    if not parts or any(ranks < 1 or ranks * taken > _MOST for part in parts for ranks, taken in part):
+def _counts(value: Any) -> Sequence[int]:
+    return tuple(map(_count, _sequence(value)))
+
+
+def _digest(value: Any) -> Sequence[int]:
+    found = _sequence(value)
+    if len(found) not in {0, 2} or not all(type(each) is int and -_MOST <= each <= _MOST for each in found):
         raise ValueError
-    return tuple(parts)
+    return tuple(found)
+
+
+def _bases(value: Any) -> Sequence[Any]:
+    bases = [_sequence(base) for base in _sequence(value)]
+    return [(_count(epoch), state) for epoch, state in bases]
 
 
 def _text_of_mapping(value: Any) -> Mapping[str, Any]:
@@ -225,7 +229,7 @@ def _text_of_mapping(value: Any) -> Mapping[str, Any]:
 
 # How the fields of a state are read; TypeError or ValueError says that one has no such value.
 _STATES: Mapping[str, Callable[[Any], Any]] = {
-    "generators": _sequence,
+    "generators": _bases,
     "samplers": _sequence,
     "attributes": lambda value: [*map(_mapping, _sequence(value))],
     "streams": lambda value: tuple(map(StreamSnapshot.of, _sequence(value))),
@@ -233,8 +237,11 @@ _STATES: Mapping[str, Callable[[Any], Any]] = {
 _POSITION: Mapping[str, Callable[[Any], Any]] = {
     "epoch": _count,
     "seed": _number,
-    "parts": _parts,
+    "taken": _counts,
     "turn": lambda value: None if value is None else _count(value),
+    "steps": _count,
+    "ranks": _count,
+    "order": _digest,
     "states": _text_of_mapping,
 }
 
@@ -252,8 +259,8 @@ def _read(plain: Mapping[str, Any], fields: Mapping[str, Callable[[Any], Any]]) 
     return found
 
 
-# Version 1 had other fields; of version 2, formats that look into dicts lost some.
-_VERSION = 3
+# Versions 1 and 3 had other fields; of version 2, formats that look into dicts lost some.
+_VERSION = 4
 
 # Why there is no state; empty in a state.
 _CANNOT_RESUME = "cannot_resume"
@@ -274,8 +281,11 @@ def _fields(loader: str, position: Position, seed: int, states: str, why: str = 
         "loader": loader,
         "epoch": position.epoch,
         "seed": seed,
-        "parts": [[list(pair) for pair in consumed] for consumed in position.parts],
+        "taken": list(position.taken),
         "turn": position.turn,
+        "steps": position.steps,
+        "ranks": position.ranks,
+        "order": list(position.order),
         "states": states,
         _CANNOT_RESUME: why,
     }
@@ -288,22 +298,24 @@ def epoch_after(state: Mapping[str, Any]) -> int:
 
 def begin_next_epoch(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of the next epoch's beginning, if nothing is left of a state's own; else that state."""
-    return state if state["turn"] is not None else {**state, "epoch": epoch_after(state), "turn": 0}
+    is_ended = state["turn"] is None
+    return {**state, "epoch": epoch_after(state), "turn": 0, "steps": 0, "ranks": 0} if is_ended else state
 
 
-def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
+def _require_one_for_each(position: Position, holders: Sequence[Any], given: int) -> None:
     """Raise StateError unless there is a state for each part, generator and sampler; try each generator's on it."""
-    states, parts = position.states, len(position.parts)
+    states, parts = position.states, max(1, len(position.taken))
     if position.turn is not None and position.turn >= parts:
         raise _damaged(f"its field turn is {position.turn}, and it has {parts} parts, counted from 0")
     # Where an epoch begins, or the next one does, nobody knows yet whether it has parts.
     is_between = position.is_at_epoch_start or position.is_ended
     if len(states.streams) not in {0, parts} and not (parts == 1 and is_between):
         raise _damaged(f"its field streams has {len(states.streams)} elements, not one for each part")
+    if len(states.generators) < given:
+        raise _other({"generators": f"{len(states.generators)} in the state; {given} here"})
     generators = random_generators(holders)
-    _require_number("generators", states.generators, len(generators))
     with look(generators):
-        for generator, kept in zip(generators, states.generators, strict=True):
+        for generator, (_, kept) in zip(generators, states.generators, strict=False):
             try:
                 set_generator_state(generator, kept)
             except Exception as error:
@@ -400,7 +412,7 @@ def state_after(
     if current is None:
         return state_now(passes)
     if current.draw_end_after(batches, batching, on_this_rank=on_this_rank):
-        end = current.position_at_end(passes.snapshot())
+        end = current.position_at_end(passes.snapshot(current.epoch + 1))
         return _state_at(passes, end.or_next_epoch() if passes.has_one_iterator else end)
     return _state_at(passes, current.position_after(batches, batching))
 
@@ -411,7 +423,7 @@ def _state_at(passes: "Passes[Any]", position: Position) -> dict[str, Any]:
     if states.unknown:
         raise StateError(f"The loader's state cannot be saved: {states.unknown}.")
     held = {
-        "generators": list(states.generators),
+        "generators": [list(base) for base in states.generators],
         "samplers": list(states.samplers),
         "attributes": [dict(changed) for changed in states.attributes],
         "streams": [stream.plain() for stream in states.streams],
@@ -449,6 +461,6 @@ def position_in(passes: "Passes[Any]", state: Any) -> Position:
     _require_same(found["loader"], found["seed"], passes.facts(None), passes.agreed.seed)
     states = States(**_read(found["states"], _STATES))
     position = Position(**{name: found[name] for name in _POSITION} | {"states": states})
-    _require_one_for_each(position, passes.sampler_states.holders)
+    _require_one_for_each(position, passes.sampler_states.holders, passes.sampler_states.given_generators)
     passes.require_fits(position)
     return position

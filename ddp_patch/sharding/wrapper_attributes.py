@@ -1,9 +1,6 @@
 """Where an attribute goes that is read from a wrapper, or set on it: to what it wraps, unless it is the wrapper's."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from types import MethodType
 from typing import Any, ClassVar
 
 from ddp_patch.errors import InvalidOptionError
@@ -32,10 +29,6 @@ class AttributeProxy:
         """Yield what may have an attribute that the wrapper lacks, from the outside in."""
         yield self.__dict__[self._kept_as]
 
-    def _user_changes(self) -> AbstractContextManager[object] | None:
-        """Return what to enter while the user may change what is wrapped; None if nobody needs to know."""
-        return None
-
     def _holder(self, name: str) -> Any:
         """Return which of what is wrapped has an attribute; the innermost if none has it yet."""
         *before, last = self._wrapped()
@@ -45,18 +38,7 @@ class AttributeProxy:
         # Only called for names that the wrapper lacks: all of them, while it is unpickled.
         if name.startswith("__") or name in self._hidden or self._kept_as not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        holder = self._holder(name)
-        found = getattr(holder, name)
-        is_method = isinstance(found, MethodType) and found.__self__ is holder
-        return self._noted(found) if is_method and self._user_changes() is not None else found
-
-    def _noted(self, method: MethodType) -> Any:
-        @wraps(method)
-        def call(*args: Any, **options: Any) -> Any:
-            with self._user_changes() or nullcontext():
-                return method(*args, **options)
-
-        return call
+        return getattr(self._holder(name), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._is_sealed or self._is_own(name):
@@ -66,8 +48,7 @@ class AttributeProxy:
 
     def _set(self, name: str, value: Any) -> None:
         """Set an attribute of what is wrapped."""
-        with self._user_changes() or nullcontext():
-            setattr(self._holder(name), name, value)
+        setattr(self._holder(name), name, value)
 
     def _is_own(self, name: str) -> bool:
         """Return whether an attribute is the wrapper's; refuse one that follows from the share."""

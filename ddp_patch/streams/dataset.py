@@ -23,9 +23,9 @@ from ddp_patch.orders.random_states import (
     reader_seed,
     set_generator_states,
 )
-from ddp_patch.positions_and_padding import Batching, Consumed, Plan, turn_after
+from ddp_patch.positions_and_padding import Batching, Plan, turn_after
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.sharding.saved_state import Position, split_consumed
+from ddp_patch.sharding.saved_state import Position
 from ddp_patch.sharding.state_text import as_text
 from ddp_patch.sharding.wrapper_attributes import AttributeProxy
 from ddp_patch.streams.reports import LARGEST, SharedWorkerState
@@ -96,7 +96,7 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
             )
 
     def __len__(self) -> int:
-        return self._worker.plan.remaining(self._worker.stream_length(), *self._worker.consumed)
+        return len(self._worker.plan.share(self._worker.stream_length(), self._worker.taken))
 
     def __iter__(self) -> Iterator[T]:
         from ddp_patch.streams.worker_pass import WorkerPass  # which reads for the worker below
@@ -143,7 +143,7 @@ class StreamWorker(Generic[T]):
             that did.
         is_underway: Whether the dataset was read, and not to its end, here or in the process of which this is a copy.
         resumed: Which pass continues, in workers that are started from now on, and where; None if none does.
-        consumed: What other numbers of ranks took of the epoch whose rest ``len()`` counts, and each rank since.
+        taken: How many items were taken of the epoch whose rest ``len()`` counts.
         chosen_epoch: The epoch that the user told the dataset last, if no pass has begun since.
         giving: Which pass gave an item last: the next batch has its items.
     """
@@ -160,7 +160,7 @@ class StreamWorker(Generic[T]):
         self.is_compared: bool = is_compared
         self.shared: SharedWorkerState = SharedWorkerState(max(1, given.num_workers))
         self.resumed: tuple[int, Position] | None = None
-        self.consumed: tuple[Consumed, int] = ((), 0)
+        self.taken: int = 0
         self.has_asked: bool = False
         self.may_split: bool = False
         self.has_asked_rank: bool = False
@@ -216,11 +216,10 @@ class StreamWorker(Generic[T]):
     def batches_done(self, position: Position) -> Sequence[int]:
         """Return how many batches each of this rank's workers has made where the dataset splits itself."""
         workers, size = this_worker()[1], self.batching.size
-        if len(position.parts) == 1:  # in an explicit world ranks cannot report which workers have ended
-            whole, more = divmod(split_consumed(position.consumed, self.plan.num_replicas)[1] // size, workers)
+        if len(position.taken) <= 1:  # in an explicit world ranks cannot report which workers have ended
+            whole, more = divmod(sum(position.taken) // self.plan.num_replicas // size, workers)
             return [whole + (worker < more) for worker in range(workers)]
-        own = position.parts[self.plan.rank * workers :][:workers]
-        return [sum(items for _, items in consumed) // size for consumed in own]
+        return [taken // size for taken in position.taken[self.plan.rank * workers :][:workers]]
 
     def told(self, part: int) -> tuple[int, int]:
         """Return which worker of how many the dataset thinks it is in, as the reader of a part."""
@@ -289,7 +288,7 @@ class StreamWorker(Generic[T]):
             )
         if (position := self.resumed_at(number, epoch)) is not None and position.is_within_pass:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
-            set_generator_states([generators_only(self.dataset)], position.states.generators)
+            set_generator_states([generators_only(self.dataset)], [state for _, state in position.states.generators])
         return number, epoch, position
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:

@@ -165,7 +165,9 @@ def even_batches(passes: StreamPasses, workers: int, name: str, wrapped: Iterato
         name: What errors call it.
         wrapped: What its class's iterator gives: this rank's own batches.
     """
-    return closed_at_exit(_handed_out(OwnBatches(wrapped, passes.monitor.note_batch), passes, workers, name))
+    parts = passes.monitor.parts
+    noted = (lambda _: None) if parts is None else parts.note_batch
+    return closed_at_exit(_handed_out(OwnBatches(wrapped, noted), passes, workers, name))
 
 
 def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str) -> Generator[Any]:

@@ -17,23 +17,15 @@ from ddp_patch.compat.private_packages import SAMPLE_KEY
 from ddp_patch.errors import RankMismatchError, RankMismatchWarning, StateError, StreamOrderWarning
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.orders.digest import END
-from ddp_patch.positions_and_padding import Consumed, Part, Schedule
+from ddp_patch.positions_and_padding import Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.log import Marks
+from ddp_patch.ranks.pass_facts import Marks, Rules
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource, Nothing
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.sharding.saved_state import (
-    RECOGNISED_BY,
-    NotedBatch,
-    Position,
-    States,
-    StreamSnapshot,
-    StreamStart,
-    split_consumed,
-)
+from ddp_patch.sharding.sampler_states import DatasetStates
+from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 from ddp_patch.sharding.state_text import from_text
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only, tell_epoch
 from ddp_patch.streams.reports import BEGUN, COUNTS, ENDED, PARTS, STREAM
@@ -137,14 +129,15 @@ class StreamPasses(Passes[None]):
             # What each worker reads follows from these, so there is no one stream of which others could take a rest.
             numbers = {"num_replicas": agreed.world.num_replicas, "num_workers": given.num_workers}
             facts |= {**numbers, "batch_size": given.batch_size or 1}
-        states = SamplerStates([generators_only(given.dataset)], is_private=False)
-        super().__init__(type(given.dataset).__name__, wrapper, agreed, given.batching, states, facts)
-        is_compared = not agreed.options.by_worker and agreed.mailbox is not None and agreed.mailbox.read_one_stream
+        states = DatasetStates(generators_only(given.dataset))
+        name, claims = type(given.dataset).__name__, agreed.claims
+        is_compared = not agreed.options.by_worker and claims is not None and claims.read_one_stream
+        rules = Rules(data_digest=lambda: agreed.data_digest(given.dataset), data_named=agreed.data_named)
         if is_compared:
-            self.monitor.why_orders_differ = self._why_streams_differ
-            self.monitor.why_numbers_differ = self.why_numbers_differ
-        if agreed.options.by_worker:
-            self.monitor.why_in_common = partial(_why_parts_overlap, type(given.dataset).__name__)
+            why, why_numbers = self._why_streams_differ, self.why_numbers_differ
+            rules = replace(rules, why_orders_differ=why, why_numbers_differ=why_numbers)
+        why_in_common = partial(_why_parts_overlap, name) if agreed.options.by_worker else None
+        super().__init__(name, wrapper, agreed, given.batching, states, facts, rules, why_in_common)
         self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=is_compared)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers = given.num_workers
@@ -218,13 +211,13 @@ class StreamPasses(Passes[None]):
         epoch = self.epochs.upcoming
         number = self.epochs.passes + 1
         resumed = self.position or self.worker.resumed_at(number, epoch)
-        start = resumed or Position(epoch, states=self.snapshot())
+        start = resumed or Position(epoch, states=self.snapshot(epoch))
         if start.is_within_pass:
             # A loader may have drawn from them since.
-            self.sampler_states.restore_generators(start.states.generators)
+            self.sampler_states.restore(epoch, start.states)
         if start.is_ended:
             self._note_begun(Pass(start, self, Nothing()))
-            self.worker.consumed = (), 0
+            self.worker.taken = 0
             return
         source = StreamSource(start, self, number)
         current = Pass(start, self, source)
@@ -267,14 +260,13 @@ class StreamPasses(Passes[None]):
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         super().resume_at(position, counts_rest=counts_rest)
         self.worker.resumed = self.epochs.passes + 1, position.or_next_epoch()
-        consumed = split_consumed(position.consumed, self.plan.num_replicas)
-        self.worker.consumed = consumed if counts_rest else ((), 0)
+        self.worker.taken = position.taken_of_all if counts_rest else 0
 
     def forget_resumed(self, number: int | None = None) -> None:
         """Let ``len()`` count whole epochs again: if pass ``number`` was resumed, or whichever was."""
         worker = self.worker
         if worker.resumed is not None and number in {None, worker.resumed[0]}:
-            worker.resumed, worker.consumed = None, ((), 0)
+            worker.resumed, worker.taken = None, 0
 
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn."""
@@ -285,15 +277,15 @@ class StreamPasses(Passes[None]):
 
     def require_fits(self, position: Position) -> None:
         """Raise StateError if the state counts the items of other workers."""
-        parts = len(position.parts)
-        if parts not in {1, self.worker.shared.readers} and not self.worker.splits_itself:
+        parts = len(position.taken)
+        if parts not in {0, 1, self.worker.shared.readers} and not self.worker.splits_itself:
             raise StateError(
                 f"{self.worker.name} cannot resume from the state, which counts the items of {parts} workers that "
                 f"each read a part: this loader has num_workers={self._workers}. Use num_workers={parts}; the "
                 "number of ranks may change."
             )
 
-    def snapshot(self) -> States:
+    def snapshot(self, epoch: int) -> States:
         """Return what the dataset holds now: its generators, and its own states where the next epoch begins."""
         worker, latest = self.worker, self.worker.shared.latest_pass
         before: list[Sequence[Any]] = []
@@ -302,7 +294,7 @@ class StreamPasses(Passes[None]):
         elif (self._are_kept or not self._workers) and (written := worker.unread()) is not None:
             before = [(from_text(written.decode()),)]
         streams = [StreamSnapshot(initial_state=state) for state in before]
-        return replace(super().snapshot(), streams=streams if any(before) else ())
+        return replace(super().snapshot(epoch), streams=streams if any(before) else ())
 
 
 class StreamSource(ItemSource[None]):
@@ -331,7 +323,7 @@ class StreamSource(ItemSource[None]):
         # The latest notes, by reader.
         self._notes: dict[int, deque[NotedBatch]] = defaultdict(partial(deque, maxlen=passes.ahead + 2))
 
-    def chunks(self, skip: int) -> Iterator[Sequence[None]]:
+    def chunks(self) -> Iterator[Sequence[None]]:
         """Yield indices; what was taken before, workers leave out."""
         return repeat(_INDICES)
 
@@ -444,7 +436,7 @@ class StreamSource(ItemSource[None]):
             "by worker 0 and worker {1} of one rank: they differ within the first {0} items. ",
         )
         if (found := self.workers_differ()) is not None:
-            why = self._passes.monitor.why_orders_differ()
+            why = self._passes.monitor.rules.why_orders_differ()
             raise RankMismatchError(f"{name} is read in other orders {seen.format(*found)}{why}")
         if (found := self.workers_differ(NUMBERS)) is not None and self._passes.may_say("numbers"):
             text = f"{name} is read with other numbers {seen.format(*found)}{self._passes.why_numbers_differ()}"
@@ -461,13 +453,13 @@ class StreamSource(ItemSource[None]):
         lengths = self._worker.shared.lengths(self._number)
         return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
 
-    def parts(self, skip: int) -> Sequence[Part]:
+    def parts(self, taken: int) -> Sequence[Part]:
         """Return what the pass is over: one stream, or workers' parts, from the one whose turn is first."""
         lengths = self.lengths_found()
         if not self.is_in_parts:
-            return [Part(skip, lengths[0])]
-        skips = [split_consumed(consumed, self._plan.num_replicas)[1] for consumed in self._of_each()]
-        return [Part(skips[part], length, part) for part, length in zip(self._turns, lengths, strict=True)]
+            return [Part(taken, lengths[0])]
+        of_each = self._of_each()
+        return [Part(of_each[part], length, part) for part, length in zip(self._turns, lengths, strict=True)]
 
     @property
     def _turns(self) -> Sequence[int]:
@@ -496,10 +488,10 @@ class StreamSource(ItemSource[None]):
 
     # ---- positions ----
 
-    def _of_each(self, ranks: int = 1) -> Sequence[Consumed]:
-        """Return what was taken before the pass of the part of each worker of some ranks."""
+    def _of_each(self, ranks: int = 1) -> Sequence[int]:
+        """Return how many items were taken before the pass of the part of each worker of some ranks."""
         parts = self._readers * ranks
-        return self._start.parts if len(self._start.parts) == parts else [()] * parts
+        return self._start.taken if len(self._start.taken) == parts else [0] * parts
 
     def position_after(self, position: Position, batches: int, schedule: Callable[[], Schedule]) -> Position:
         """Return the position after this many batches.
@@ -508,10 +500,10 @@ class StreamSource(ItemSource[None]):
             StateError: No state can describe it.
         """
         if not batches:
-            return self._start if len(self._start.parts) > 1 else replace(position, states=self._start.states)
+            return self._start if len(self._start.taken) > 1 else replace(position, states=self._start.states)
         if self._worker.splits_itself:
             return self._position_of_all(position, batches)
-        ranks, found, in_parts = self._plan.num_replicas, schedule(), self.is_in_parts
+        found, in_parts = schedule(), self.is_in_parts
         if in_parts and not found.are_alike(batches):
             raise StateError(
                 f"The state of {self._worker.name} cannot be saved after {counted(batches, 'batch')}: with "
@@ -520,25 +512,23 @@ class StreamSource(ItemSource[None]):
                 "epoch's end."
             )
         # One stream is one part, at which the workers take turns.
-        turns, each = (self._turns, self._of_each()) if in_parts else ([0], position.parts[:1])
-        taken, made = found.taken(batches), found.made(batches)
-        began, consumed, known = self._start.states.streams or [StreamSnapshot()], [], []
-        for part, before in enumerate(each):
+        turns = self._turns if in_parts else [0]
+        now, made = found.taken(batches), found.made(batches)
+        began, taken, known = self._start.states.streams or [StreamSnapshot()], list[int](), list[StreamSnapshot]()
+        for part in range(len(turns)):
             turn = turns.index(part)
             reader = turn if in_parts else (batches - 1) % self._readers
-            consumed.append((*split_consumed(before, ranks)[0], (ranks, taken[turn])))
-            known.append(self._snapshot_after(reader, made[turn], consumed[part], began[part % len(began)]))
+            taken.append(now[turn])
+            known.append(self._snapshot_after(reader, made[turn], taken[part], began[part % len(began)]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = turns[(found.record(batches - 1).part + 1) % len(turns)]
-        return replace(position, parts=consumed, turn=upcoming, states=replace(position.states, streams=known))
+        return replace(position, taken=taken, turn=upcoming, states=replace(position.states, streams=known))
 
-    def _snapshot_after(
-        self, worker: int, batches: int, consumed: Consumed, previous: StreamSnapshot
-    ) -> StreamSnapshot:
+    def _snapshot_after(self, worker: int, batches: int, taken: int, previous: StreamSnapshot) -> StreamSnapshot:
         """Return what is known of a worker's stream after some batches of it; ``previous``, when the pass began."""
         if not batches:
             return previous
-        first = self._start_seen(worker, sum(ranks * each for ranks, each in consumed)) or previous.first
+        first = self._start_seen(worker, taken) or previous.first
         states = [note.state for note in self._notes[worker] if note.batches == batches]
         initial_state = self._worker.shared.states(self._number, BEGUN)[worker] or previous.initial_state
         return StreamSnapshot(first, tuple(from_text(state.decode()) for state in states), initial_state)
@@ -554,7 +544,7 @@ class StreamSource(ItemSource[None]):
         """Return the position of all ranks' workers, if ranks send each other batches."""
         if self.rounds is None:
             return position
-        size, readers, consumed = self._worker.batching.size, self._readers, self._of_each(self._plan.num_replicas)
-        before = [sum(items for _, items in of_part) // size for of_part in consumed]
+        size, readers = self._worker.batching.size, self._readers
+        before = [taken // size for taken in self._of_each(self._plan.num_replicas)]
         made = self.rounds.made(batches, [before[at : at + readers] for at in range(0, len(before), readers)])
-        return replace(position, parts=[((1, count * size),) for count in made])
+        return replace(position, taken=[count * size for count in made])

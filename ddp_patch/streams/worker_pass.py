@@ -12,19 +12,12 @@ from ddp_patch.compat.private_packages import forget_loaded_state
 from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
-from ddp_patch.orders.chunks import Chunk, Drawn, split_chunks
+from ddp_patch.orders.chunks import Drawn, split_chunks
 from ddp_patch.orders.digest import number_of, number_or_zero
 from ddp_patch.orders.random_states import PrivateRNG, generator_states, is_stateful
 from ddp_patch.positions_and_padding import Plan, require_steps
 from ddp_patch.sharding.balancing import part_of_batch
-from ddp_patch.sharding.saved_state import (
-    RECOGNISED_BY,
-    NotedBatch,
-    Position,
-    StreamSnapshot,
-    StreamStart,
-    split_consumed,
-)
+from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, StreamSnapshot, StreamStart
 from ddp_patch.sharding.state_text import from_text
 from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, is_again, tell_epoch, this_worker
 from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, ItemNames, marked
@@ -52,15 +45,15 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         self._number, self._epoch, position = worker.begin()
         self._worker_index, self._workers = this_worker()
         self._part = worker.part_of(position)
-        # What was taken before the pass, by other numbers of ranks and of this rank's share; what is known of the
-        # stream there; and whether a state counts one stream or parts.
-        self._taken_before = self._skip = 0
+        # How many items of its part were taken before the pass; what is known of the stream there; and whether a state
+        # counts one stream or parts.
+        self._taken = 0
         self._known = StreamSnapshot()
         self._counts: int | None = None
         if position is not None:
             self._resume(position)
         self._report = worker.shared.report(self._number, self._worker_index)
-        is_first = not self._skip and not self._taken_before and not self._known.initial_state
+        is_first = not self._taken and not self._known.initial_state
         if is_first and (state := worker.unread()) is not None:
             worker.shared.keep_state(self._report, self._worker_index, BEGUN, state)
             self._known = replace(self._known, initial_state=(from_text(state.decode()),))
@@ -68,7 +61,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         self._told = worker.told(self._part)  # asked here: what is asked while the dataset is read counts as its own
         self._info = worker.info(self._part, self._epoch)
         self._telling = worker_info_told(self._info)
-        self._states = PrivateRNG(worker.seed.value, self._epoch)
+        self._states = PrivateRNG(worker.seed.value, self._epoch, name=worker.name)
         self._has_own_states = False  # not those that all workers begin with
         self._spent_s = 0.0  # in the dataset
         self._is_at_end = False  # the dataset has no more items
@@ -82,11 +75,10 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
     def _resume(self, position: Position) -> None:
         """Begin where a state was taken."""
         if self._worker.splits_itself:
-            self._skip = self._worker.batches_done(position)[self._part] * self._worker.batching.size
+            self._taken = self._worker.batches_done(position)[self._part] * self._worker.batching.size
             return
-        parts, snapshots = position.parts, position.states.streams
-        before, self._skip = split_consumed(parts[self._part % len(parts)], self._worker.plan.num_replicas)
-        self._taken_before = sum(ranks * each for ranks, each in before)
+        parts, snapshots = position.taken or (0,), position.states.streams
+        self._taken = parts[self._part % len(parts)]
         self._counts = PARTS if len(parts) > 1 else None if position.is_at_epoch_start else STREAM
         self._known = snapshots[self._part % len(snapshots)] if snapshots else StreamSnapshot()
 
@@ -109,23 +101,22 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         with worker_info_told(self._info):
             # Told after the generators' states were put back, because it may seed them.
             tell_epoch(worker.dataset, self._epoch)
-        skipped = self._skipped_rounds()
-        if skipped is None:
+        first = self._first_items()
+        if first is None:
             read = self._from_beginning()
             if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
                 read = marked(read, self._report)
-            stream: Iterator[T] = islice(self._detecting_split(read), self._taken_before, None)
+            stream = self._detecting_split(read)
         else:
             if self._counts == PARTS:
                 self._use_own_states()  # the first item, after which all workers do, was read before
             read = self._read(partial(begun_at, worker.dataset, *self._known.state))
             stream = self._detecting_split(self._followed(read))
-        skip = self._skip if skipped is None else 0
         # Whole batches: none can come without, and states are taken between two.
-        rounds = chain([1, (skip - 1) % worker.batching.size or worker.batching.size], repeat(worker.batching.size))
-        chunks = Drawn(stream, lambda: self, plan, rounds=rounds, copies=False)  # these are samples, not indices
-        of_rank = chain.from_iterable(split_chunks(plan, chunks, self._note_end, skipped))
-        mine = self._of_worker(islice(of_rank, skip, None))
+        rounds = chain([1, worker.batching.size - 1 or 1], repeat(worker.batching.size))
+        # These are samples, not indices.
+        drawn = Drawn(stream, lambda: self, plan, taken=self._taken, first=first, rounds=rounds, copies=False)
+        mine = self._of_worker(chain.from_iterable(split_chunks(plan, drawn, self._note_end)))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
         worker.is_underway = False
         if (state := worker.unread()) is not None:
@@ -135,7 +126,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         """Report where the stream ended; refuse an end that contradicts the other workers' or a state.
 
         Args:
-            drawn: How many items all ranks shared.
+            drawn: How many items the stream, or this worker's part of it, has.
 
         Raises:
             UnsupportedLoaderError: Workers read other streams.
@@ -155,25 +146,25 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 raise self._odd_split(
                     f"it never called get_worker_info(), but gave {' and '.join(map(str, lengths))} items in two"
                 )
-        if not self._skip and not self._taken_before and None not in lengths:
+        if not self._taken and None not in lengths:
             require_steps(plan, worker.batching, worker.name, cast("list[int]", lengths))
-        if self._skip > plan.largest_share(drawn):
+        if self._taken > drawn:
             raise StateError(
-                f"{worker.name} cannot resume from the state: {self._skip} items of each rank's share were "
-                f"done in it, and the stream ended after {counted(drawn, 'item')} of all ranks. Restore it with the "
-                "dataset that it was taken of; one that is its own iterator must be rebuilt."
+                f"{worker.name} cannot resume from the state: {counted(self._taken, 'item')} of the stream were taken "
+                f"in it, and the stream ended after {counted(drawn, 'item')}. Restore it with the dataset that it was "
+                "taken of; one that is its own iterator must be rebuilt."
             )
 
     def _note_batches(self, drawn: int) -> None:
         """Report how many batches this one of all ranks' workers makes; refuse an end before what was done."""
-        worker, batching, skip = self._worker, self._worker.batching, self._skip
-        if drawn < skip if batching.drop_last else drawn <= skip - batching.size:
+        worker, batching, taken = self._worker, self._worker.batching, self._taken
+        if drawn < taken if batching.drop_last else drawn <= taken - batching.size:
             raise StateError(
                 f"{worker.name} cannot resume from the state: worker {self._part} of {self._workers} had only "
                 f"{counted(drawn, 'item')} before its end, so the workers no longer took turns, and nobody knows which "
                 "batches were done. Begin the epoch again, or leave share out."
             )
-        self._report["batches"] = batching.count(drawn - skip)
+        self._report["batches"] = batching.count(max(0, drawn - taken))
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
         """Yield those of the rank's items that this worker gives."""
@@ -270,14 +261,14 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 "state was taken with."
             )
 
-    def _skipped_rounds(self) -> Chunk[T] | None:
-        """Return the rounds that need not be read again because the dataset has a state; None to read them.
+    def _first_items(self) -> list[T] | None:
+        """Return the first items, if those that were taken need not be read again because the dataset has a state.
 
-        Padding repeats items of the first round, so these are read where there may be padding.
+        Padding repeats the stream's first items, so these are read where there may be padding.
         """
         plan = self._worker.plan
-        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and self._skip else 0
-        if not (self._has_state and self._known.state) or (repeats and self._taken_before):
+        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and self._taken else 0
+        if not (self._has_state and self._known.state):
             return None
         first = list[T]()
         if repeats:
@@ -286,8 +277,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 first = list(islice(self._from_beginning(), max(repeats, 0 if known is None else known.seen)))
             if len(first) < repeats:
                 raise self._other_stream()
-            self._states = PrivateRNG(self._worker.seed.value, self._epoch)
-        return Chunk(self._skip * plan.num_replicas, first)
+            self._states = PrivateRNG(self._worker.seed.value, self._epoch, name=self._worker.name)
+        return first
 
     # ---- how it reads the dataset ----
 

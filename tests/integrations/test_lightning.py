@@ -93,7 +93,7 @@ class Resuming:
         trainer = quiet_trainer(saving, num_sanity_val_steps=1, **self.trained_with)
         valuation: Any = as_rank_1(DataLoader(range(6), 2))  # type: ignore[arg-type]  # a range is a dataset
         trainer.fit(module, patched, valuation, ckpt_path=None if step is None else self.folder / f"step={step}.ckpt")
-        assert valuation.sampler.epoch == 0 or not valuation.state_dict()["parts"][0]
+        assert valuation.sampler.epoch == 0 or not valuation.state_dict()["taken"]
         return module.seen
 
 

@@ -20,10 +20,12 @@ batch_sizes = st.lists(st.integers(0, 7), max_size=20)
 
 @st.composite
 def parts_of(draw: st.DrawFn, batching: Batching, most: int = 4) -> list[Part]:
-    """What workers read, in the order of their turns. Whole batches were taken before."""
-    workers = draw(st.permutations(range(draw(st.integers(1, most)))))
+    """What workers read, in the order of their turns. Some batches of all ranks were taken before."""
+    workers, ranks = draw(st.permutations(range(draw(st.integers(1, most))))), draw(st.integers(1, 3))
+    before = [batching.size * ranks * draw(st.integers(0, 2)) for _ in workers]
     return [
-        Part(batching.size * draw(st.integers(0, 2)), draw(st.integers(0, 40)), worker=worker) for worker in workers
+        Part(min(taken, length), length, worker=worker)
+        for worker, taken, length in zip(workers, before, [draw(st.integers(0, 40)) for _ in workers], strict=True)
     ]
 
 
@@ -36,7 +38,8 @@ def recorded(sizes: Sequence[int]) -> Sizes:
 
 def taken(schedule: Schedule, record: BatchRecord) -> list[int]:
     """The positions of a batch's items, in its part, padding included."""
-    share = schedule.plan.share(schedule.parts[record.part].length or 0)
+    part = schedule.parts[record.part]
+    share = schedule.plan.share(part.length or 0, part.taken)
     return list(share)[record.first : record.first + record.items]
 
 
@@ -66,18 +69,18 @@ def test_records_tell_what_each_batch_has_and_all_ranks_of_its_step(
 def test_before_the_end_is_found_batches_are_as_in_an_epoch_of_what_was_given(
     given_before: int, ranks: int, uneven: Uneven, batching: Batching, batches: int
 ) -> None:
-    skip = batches * batching.size
+    skip = batches * batching.size * ranks
     schedule = Schedule(Plan(0, ranks, uneven), batching, [Part(skip)])
     ended = Schedule(Plan(0, ranks, uneven), batching, [Part(skip, given_before * ranks)])
-    whole = range(max(0, given_before - skip) // batching.size)
+    whole = range(max(0, given_before * ranks - skip) // ranks // batching.size)
     assert [schedule.record(number) for number in whole] == [ended.record(number) for number in whole]
 
 
 @given(batch_sizes, ranks_of, unevens, st.integers(0, 3))
 def test_whole_batches_have_their_samples(sizes: list[int], ranks: int, uneven: Uneven, skip: int) -> None:
     plans = [Plan(rank, ranks, uneven) for rank in range(ranks)]
-    n, in_order = len(sizes), recorded(sizes)
-    shares = [list(plan.share(n))[skip:] for plan in plans]
+    n, in_order = len(sizes), recorded(sizes[skip:])
+    shares = [list(plan.share(n, skip)) for plan in plans]
     for plan, share in zip(plans, shares, strict=True):
         own = recorded([sizes[place % n] for place in share])
         known = Schedule(plan, Batching(1, drop_last=False), [Part(skip, n)], own, in_order)
@@ -154,15 +157,14 @@ def test_rows_go_where_fewer_keys_are_smaller(keys: list[list[int]], are_mixed: 
 # Whose batch comes when, against a loader that asks its workers one after the other.
 
 plans = st.builds(Plan, st.just(0), st.integers(1, 5), uneven=unevens)
-read = st.lists(st.builds(Part, st.integers(0, 6), st.integers(0, 40)), min_size=1, max_size=5)
+read = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(0, 40)).map(lambda both: Part(min(both), both[1])), min_size=1, max_size=5
+)
 
 
 def loaded(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     """Each batch as a loader gives them: it asks every worker in turn, and no more whoever came to its end."""
-    waiting = []
-    for part in schedule.parts:
-        share = schedule.plan.share(part.length or 0)
-        waiting.append(list(enumerate(share))[part.skip :])
+    waiting = [list(enumerate(schedule.plan.share(part.length or 0, part.taken))) for part in schedule.parts]
     given, asked = [], set(range(len(waiting)))
     while asked:
         for place in sorted(asked):
@@ -186,10 +188,9 @@ def test_batches_come_as_a_loader_asks_for_them(plan: Plan, batching: Batching, 
     for batches in range(len(expected) + 1):
         made = Counter(place for place, *_ in expected[:batches])
         assert schedule.made(batches) == [made[place] for place in range(len(parts))]
-        taken = Counter({place: part.skip for place, part in enumerate(parts)})
-        for place, _, items, _ in expected[:batches]:
-            taken[place] += items
-        assert schedule.taken(batches) == [taken[place] for place in range(len(parts))]
+        for place, (part, taken) in enumerate(zip(parts, schedule.taken(batches), strict=True)):
+            of_each = plan.num_replicas * made[place] * batching.size
+            assert taken == max(part.taken, min(part.taken + of_each, part.length or 0))
 
 
 @given(plans, batchings, read, st.data())
@@ -203,9 +204,11 @@ def test_going_on_after_some_batches_gives_the_others(
         return
     after = expected[batches - 1][0] + 1
     order = [*range(after, len(parts)), *range(after)]  # the worker after the last one begins
-    taken = schedule.taken(batches)
+    taken, made = schedule.taken(batches), schedule.made(batches)
     rest = loaded(Schedule(plan, batching, [Part(taken[place], parts[place].length) for place in order]))
-    assert [(order[place], *turn) for place, *turn in rest] == expected[batches:]
+    assert [(order[place], first + made[order[place]] * batching.size, *turn) for place, first, *turn in rest] == (
+        expected[batches:]
+    )
 
 
 @given(batchings, read, st.integers(1, 4), st.sampled_from(["pad", "drop"]), st.integers(0, 60))

@@ -13,7 +13,7 @@ from ddp_patch import DDPPatchError, loader_state, patch_dataloader_to_ddp, rest
 def refused(rank: int, world_size: int) -> list[str]:
     """What each rank is told where they restore different states, or one of them cannot."""
     told = []
-    for damage in ({"epoch": rank}, {"parts": [[[2, 1 + rank // 2]]]}, {"seed": 1 + rank}, {"version": 3 + rank // 2}):
+    for damage in ({"epoch": rank}, {"taken": [2 * (1 + rank // 2)]}, {"seed": 1 + rank}, {"version": 4 + rank // 2}):
         options: dict[str, Any] = {} if "seed" in damage else {"seed": 3}
         patched: Any = patch_dataloader_to_ddp(loader(shuffle=True), **options)
         expected = patch_dataloader_to_ddp(loader(shuffle=True), seed=patched.sampler.seed)
@@ -30,11 +30,10 @@ def test_all_ranks_are_told_where_they_restore_other_states() -> None:
         mismatch = ("RankMismatchError", "Restoring a loader's state")
         table = "epoch to resume in: 0 on rank 0; 1 on rank 1; 2 on rank 2"
         assert_tells(epochs, (*mismatch, table), "same on every rank")
-        steps = "position in it: step 1: 2 items by each of 2 ranks on rank 2; step 1: 1 item by each of 2 ranks on "
-        assert_tells(done, (*mismatch, steps), "same on every rank")
+        assert_tells(done, (*mismatch, "items taken of it: 2 on ranks 0, 1; 4 on rank 2"), "same on every rank")
         assert_tells(seeds, (*mismatch, "seed: 1 on rank 0; 2 on rank 1; 3 on rank 2"), "same on every rank")
         if rank == 2:
             assert versions.startswith("StateError: ")
-            assert_tells(versions, ("version 4", "reads version 3 alone"), "version of ddp_patch")
+            assert_tells(versions, ("version 5", "reads version 4 alone"), "version of ddp_patch")
         else:
-            assert_tells(versions, (*mismatch, "rank 2: StateError", "version 4"), "all ranks again")
+            assert_tells(versions, (*mismatch, "rank 2: StateError", "version 5"), "all ranks again")

@@ -118,7 +118,7 @@ def assert_each_once(kind: str, folder: Path) -> None:
         rest = stream[len(taken) - len(stream_of(kind, last)) :]  # which that world began with
         padding = taken[len(stream) :]
         assert len(padding) == -len(rest) % world, epoch
-        assert padding == [rest[number % len(rest)] for number in range(len(padding))], epoch
+        assert padding == [stream[number % len(stream)] for number in range(len(padding))], epoch
 
 
 # The demo's test kills ranks that train on P x K batches, too.

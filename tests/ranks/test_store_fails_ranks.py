@@ -10,7 +10,7 @@ from zoo import Indices
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import DDPPatchWarning, RankMismatchError
-from ddp_patch.ranks import mailbox
+from ddp_patch.ranks import claims
 
 
 class Failing:
@@ -33,7 +33,7 @@ def read_on(loader: Any) -> None:
 
 def in_an_outage(rank: int, ranks: int) -> Any:
     """In the second epoch no rank's store answers; after the third, rank 1 chooses an epoch of its own."""
-    module: Any = mailbox
+    module: Any = claims
     store = Failing(module.default_store())
     module.default_store = lambda: store
     loader: Any = patch_dataloader_to_ddp(DataLoader(Indices(), batch_size=2, shuffle=True))

@@ -46,6 +46,7 @@ MADE: dict[str, Callable[[int], object]] = {
 }
 
 
+OF_A_PASS = 8  # keys: at most five words, and who has begun it
 KEPT = 8  # what a rank leaves of so many loaders that are gone stays, so that slower ranks may read it
 
 
@@ -77,6 +78,9 @@ def test_patching_again_and_again_leaves_nothing_that_grows() -> None:
 
 def dropped_together(rank: int, world_size: int) -> tuple[int, int]:
     kept = [patch_dataloader_to_ddp(given()) for _ in range(MANY)]
+    for train in kept:
+        whole(train)
+    del train
     many = keys_now()
     del kept
     gc.collect()
@@ -108,7 +112,7 @@ def test_loaders_that_are_dropped_leave_the_store_but_for_what_slower_ranks_need
     (first, second), together = run_each(2, dropped_by_the_faster, dropped_together)
     assert second[0].startswith("RankMismatchError")
     assert "rank 0 left epoch 0 after 1 batch" in second[0]
-    assert max(first[1], second[1]) < 2 * KEPT + 12
+    assert max(first[1], second[1]) < 2 * KEPT * OF_A_PASS
     for many, few in together:
-        assert many >= 2 * MANY
-        assert few < 2 * KEPT + 12
+        assert many >= MANY * OF_A_PASS / 2
+        assert few < 2 * KEPT * OF_A_PASS

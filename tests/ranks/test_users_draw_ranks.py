@@ -34,7 +34,12 @@ def one_generator_for_all_loaders_and_rank_0_validates(job: Job, how: dict[str, 
             list(val)
 
 
-@program("complete", each=REMEDIED)
+# What a sampler counts in its attributes moves with whoever iterates it.
+COUNTER = {"counter": SHUFFLERS["counter"]}
+UNCOUNTED = {name: make for name, make in REMEDIED.items() if name not in COUNTER}
+
+
+@program("complete", each=UNCOUNTED)
 def some_ranks_iterate_the_unpatched_loader(job: Job, make: Make) -> None:
     raw = make()
     train = job.patch(raw)
@@ -46,7 +51,7 @@ def some_ranks_iterate_the_unpatched_loader(job: Job, make: Make) -> None:
         job.train(train)
 
 
-@program("error", each=UNHELD)
+@program("error", each=UNHELD | COUNTER)
 def rank_0_lists_a_sampler_that_draws_from_what_it_does_not_hold(job: Job, make: Make) -> None:
     some_ranks_iterate_the_unpatched_loader(job, make)
 
@@ -183,7 +188,7 @@ def rank_0_lists_a_sampler_that_is_shared_otherwise(job: Job, options: dict[str,
 
 
 RESUMED: dict[str, Make] = {
-    **SHUFFLERS,
+    **{name: make for name, make in SHUFFLERS.items() if name in UNCOUNTED},
     "global states": lambda: loader(sampler=users.Shuffles(random, lazily=True)),
     "a stream of global states, workers": lambda: DataLoader(Source(N, shuffles=True), SIZE, num_workers=2),
 }

@@ -53,6 +53,7 @@ UNMET = {
     "Split the dataset by torch": "test_audit.py has such a dataset, and the same split by its workers",
     "Use a version that docs/compatibility": "of torch: test_missing.py takes names away",
     "Use a loader whose workers are processes": "test_seeds.py has threads; the patch refuses loaders that say so",
+    "Use workers for one of them": "tests/unit/test_threads.py",
     "Look for the error of a rank that ended": _RANKS_END,
     "Look for what the missing ranks do instead": _RANKS_END,
     "Look for its error and start all ranks again": _RANKS_END,

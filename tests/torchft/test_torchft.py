@@ -127,7 +127,7 @@ def test_a_replica_that_skips_a_batch_is_told(lighthouse: str) -> None:
         shares: QuorumLoader[Any] = QuorumLoader(manager, loader_of(range(20), 2))
         taken(manager, shares, 1)
         if replica:
-            shares.load_state_dict({**shares.state_dict(), "parts": [[[2, 4]]]})
+            shares.load_state_dict({**shares.state_dict(), "taken": [8]})
         return taken(manager, shares, 1)
 
     for error in on_replicas(lighthouse, act):

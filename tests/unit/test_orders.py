@@ -198,7 +198,7 @@ def test_a_sampler_with_random_access_is_asked_for_its_share_alone(n: int, world
 def test_a_position_is_reached_without_asking_for_those_before() -> None:
     sampler = LookedUp(10**9)
     wrapper = DDPSamplerWrapper(sampler, False, num_replicas=4, rank=1)
-    wrapper.load_state_dict(wrapper.state_dict() | {"epoch": 2, "parts": [[[4, 10**8]]]})
+    wrapper.load_state_dict(wrapper.state_dict() | {"epoch": 2, "taken": [4 * (10**8)]})
     assert next(iter(wrapper)) == 10**9 - 1 - (4 * 10**8 + 1)
     assert sampler.asked == 64
 

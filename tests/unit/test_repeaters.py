@@ -165,7 +165,7 @@ def test_a_count_that_does_not_start_with_the_epoch_is_refused(make: Callable[[]
     loader.set_epoch(0)
     next(iter(loader))
     next(iter(loader))
-    assert loader_state(loader, batches_done=2)["parts"] == state["parts"]
+    assert loader_state(loader, batches_done=2)["taken"] == state["taken"]
 
 
 def test_a_reset_begins_with_new_workers() -> None:

@@ -56,7 +56,7 @@ def states_told(kind: Kind, running: Any, expected: list[Any], epoch: int) -> li
     """
     iterator = iter(running)
     states, given = [loader_state(running)], []
-    assert epoch or sum(taken for part in states[0]["parts"] for _, taken in part) == 0
+    assert epoch or sum(states[0]["taken"]) == 0
     for step, batch in enumerate(islice(iterator, len(expected)), 1):
         given.append(batch)
         states.append(loader_state(running))
@@ -164,22 +164,28 @@ def test_a_stream_without_length_is_over_once_the_loop_has_seen_its_end(workers:
 
 def test_the_state_is_small_and_says_what_it_is_of() -> None:
     state = state_of(loader(shuffle=True), 3)
+    count, digest = state["order"]
+    assert (count, -(2**63) <= digest < 2**63) == (-1, True)
     assert state == {
-        "version": 3,
+        "version": 4,
         "loader": json.dumps(
             {
                 "shared by": "DDPSamplerWrapper",
                 "shuffle_samples_between_gpus": False,
                 "sampler": "RandomSampler",
                 "sampler length": N,
+                "generators": 0,
                 "uneven": "pad",
                 "layout": "interleaved",
             }
         ),
         "epoch": 0,
         "seed": 7,
-        "parts": [[[1, 12]]],
+        "taken": [12],
         "turn": 0,
+        "steps": 3,
+        "ranks": 1,
+        "order": [count, digest],
         "states": json.dumps(STATES),
         "cannot_resume": "",
     }
@@ -338,7 +344,9 @@ SAVED = ("loader_state()", "state_dict()", "saved")
 DAMAGED: list[tuple[Any, tuple[str, ...]]] = [
     (None, ("None", "NoneType", "dict")),
     ({}, ("no version, loader, epoch",)),
-    ({"parts": [[[0, 3]]]}, ("parts", "[[[0, 3]]]")),
+    ({"taken": [-1]}, ("taken", "[-1]")),
+    ({"steps": 1.5}, ("steps", "1.5")),
+    ({"order": [1]}, ("order", "[1]")),
     ({"turn": "next"}, ("turn", "'next'")),
     ({"loader": "it"}, ("loader", "'it'")),
     ({"loader": {"sampler": "it"}}, ("loader", "{'sampler': 'it'}")),
@@ -362,12 +370,12 @@ def test_a_damaged_state_is_refused(damage: Any, told: tuple[str, ...]) -> None:
 
 def test_a_state_of_another_version_is_refused() -> None:
     state = state_of(loader(), 2)
-    with raises(StateError, ("version 1", "reads version 3 alone"), "version of ddp_patch"):
-        restore_loader(start(loader()), state | {"version": 1})
+    with raises(StateError, ("version 3", "reads version 4 alone"), "version of ddp_patch"):
+        restore_loader(start(loader()), state | {"version": 3})
 
 
 def test_a_place_beyond_a_streams_end_is_found_where_no_length_can_be_relied_on() -> None:
-    state = state_of(loader(sampler=Shuffled()), 2) | {"parts": [[[1, 41]]]}
+    state = state_of(loader(sampler=Shuffled()), 2) | {"taken": [41]}
     again = start(loader(sampler=Shuffled()))
     restore_loader(again, state)
     with raises(StateError, ("41 items", "40 items"), "with this sampler"):
@@ -382,7 +390,7 @@ def test_what_no_state_can_hold_is_refused() -> None:
     once = start(loader(sampler=iter(range(N))))
     iterator = iter(once)
     next(iterator)
-    assert loader_state(once, batches_done=1)["parts"] == [[[1, 4]]]
+    assert loader_state(once, batches_done=1)["taken"] == [4]
     list(iterator)
     once.sampler.set_epoch(1)
     with raises(StateError, "iterator", "iterated again"):
@@ -423,7 +431,7 @@ def test_what_cannot_be_a_generators_state_is_refused_before_anything_is_changed
     whole = list(start_with_generator())
     for other in ("?", [1, 2], {"state": 3}, None):
         again = start_with_generator()
-        state = loader_state(again) | {"states": as_text(STATES | {"generators": [other]})}
+        state = loader_state(again) | {"states": as_text(STATES | {"generators": [[0, other]]})}
         with raises(StateError, ("damaged", "generators", "not the state of a Generator"), SAVED):
             restore_loader(again, state)
         assert list(again) == whole
@@ -440,7 +448,7 @@ def test_after_a_whole_pass_ranks_with_unequal_shares_say_the_same(kind: Kind) -
         list(running)
         states.append(loader_state(running))
     assert states[0] == states[1]
-    assert (states[0]["parts"], states[0]["turn"] is None) == ([[]], "one iterator" not in kind.name)
+    assert (states[0]["taken"], states[0]["turn"] is None) == ([], "one iterator" not in kind.name)
 
 
 @pytest.mark.parametrize("make", [lambda: loader(3, shuffle=True), BY_NAME["iterable with len and set_epoch"].make])

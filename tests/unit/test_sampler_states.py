@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Sampler
+from messages import raises
+from torch.utils.data import DataLoader, Dataset, Sampler
 from users import ByObject, Counts, Held, N, Shuffles, permuted, seeded
 from users import loader as given
 from zoo import seed_ambient
@@ -136,7 +137,9 @@ ALONE: dict[str, Callable[[Any], object]] = {
     "breaks off the unpatched loader": lambda raw: list(islice(raw, 3)),
     "draws from its generator": draws,
 }
+COUNTERS = ["counts when it begins", "counts when it has ended", "counts by a method", "its own iterator"]
 ALL = [*SAMPLERS, "torch's own"]
+DRAWN = [name for name in ALL if name not in COUNTERS]
 
 
 def epochs(name: str, alone: Callable[[Any], object], number: int = 3) -> list[Any]:
@@ -149,8 +152,9 @@ def epochs(name: str, alone: Callable[[Any], object], number: int = 3) -> list[A
     return found
 
 
+# A counter that somebody moves counts as set by the user.
 @pytest.mark.parametrize("alone", ALONE)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", DRAWN)
 def test_what_others_do_moves_no_order(name: str, alone: str) -> None:
     seed_ambient(1)
     expected = epochs(name, nothing)
@@ -158,7 +162,19 @@ def test_what_others_do_moves_no_order(name: str, alone: str) -> None:
     assert epochs(name, ALONE[alone]) == expected
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", COUNTERS)
+def test_another_patched_loader_of_the_same_sampler_moves_no_counter(name: str) -> None:
+    expected = epochs(name, nothing)
+    raw, loader = loader_of(name)
+    other = patch_dataloader_to_ddp(raw)
+    found = []
+    for epoch in range(3):
+        assert list(islice(other, epoch)) == [] or epoch
+        found.append(list(loader))
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_what_others_do_within_a_pass_moves_no_order(name: str) -> None:
     expected = epochs(name, nothing, number=2)
     raw, loader = loader_of(name)
@@ -166,20 +182,25 @@ def test_what_others_do_within_a_pass_moves_no_order(name: str) -> None:
         found = []
         for batch in loader:
             draws(raw)
-            if name != "its own iterator":  # it has one place alone
-                next(iter(raw.sampler))
+            next(iter(raw.sampler))
             found.append(batch)
         assert found == epoch
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "its own iterator"])  # torch begins it ever anew
 def test_alone_a_loader_draws_what_it_would_in_one_process(name: str) -> None:
-    """Also the number that a loader draws for its workers from the generator that it shares with its sampler."""
+    """Also the number that a loader draws for its workers from the generator that it shares with its sampler.
+
+    Of generators, the first epoch alone: later ones follow from their numbers, and not from what was drawn before.
+    """
     raw, _ = loader_of(name)
     one_process = [[list(batch) for batch in raw] for _ in range(3)]
     seed_ambient(5)
     whole = loader_of(name)[1]
-    assert [list(whole) for _ in range(3)] == one_process
+    found = [list(whole) for _ in range(3)]
+    same = 3 if name in COUNTERS else 1
+    assert found[:same] == one_process[:same]
+    assert found[1] != found[2] != found[0] != found[1]
 
 
 def look(loader: Any) -> None:
@@ -253,14 +274,95 @@ def test_who_chooses_each_epoch_gets_what_follows_by_itself(name: str) -> None:
     assert list(loader) == followed[1]
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_chosen_epoch_is_the_same_whatever_was_drawn_before(name: str) -> None:
+    followed = epochs(name, nothing, number=8)
+    for first in ([], [2], [0, 3], [6]):
+        _, loader = loader_of(name)
+        for epoch in first:
+            loader.set_epoch(epoch)
+            list(islice(loader, 1 + epoch))  # breaks it off
+        loader.set_epoch(7)
+        assert list(loader) == followed[7]
+
+
 def test_a_generator_of_torchs_that_the_user_seeds_draws_what_the_seed_says() -> None:
+    raw, loader = loader_of("torch")
     found = []
-    for seeds in ([7, 7, 8], [7, 8, 8]):
-        raw, loader = loader_of("torch")
-        for seed in seeds:
-            raw.sampler.rng.manual_seed(seed)
-            found.append(list(loader))
-    assert found[0] == found[1] == found[3] != found[2] == found[4] == found[5]
+    for seed in [7, 7, 8]:
+        raw.sampler.rng.manual_seed(seed)
+        found.append([index for batch in loader for index in batch])
+    # Seeding with the same number again is not seen: the second epoch is that of a loader that was seeded once.
+    assert found[0] == permuted(GENERATORS["torch"](7), N) != found[1]
+    assert found[2] == permuted(GENERATORS["torch"](8), N)
+    raw, loader = loader_of("torch")
+    raw.sampler.rng.manual_seed(7)
+    assert [[index for batch in loader for index in batch] for _ in range(2)] == found[:2]
+
+
+class Warm(Shuffles):
+    """Draws by a temperature that nobody but the user changes, from a place that it counts."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.temperature, self.cursor = 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.Random(f"{self.temperature} {self.cursor}").sample(range(N), N)
+        self.cursor += 1
+        yield from order
+
+
+def drawn_by(temperature: int, cursor: int) -> list[int]:
+    return random.Random(f"{temperature} {cursor}").sample(range(N), N)
+
+
+def flat(batches: Any) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+def test_what_a_user_sets_on_a_sampler_counts_always() -> None:
+    raw = given(sampler=Warm())
+    loader, other = patch_dataloader_to_ddp(raw), patch_dataloader_to_ddp(raw)
+    assert flat(loader) == drawn_by(0, 0)
+    raw.sampler.temperature = 9
+    assert flat(loader) == drawn_by(9, 1)
+    assert flat(other) == drawn_by(9, 0)
+    raw.sampler.cursor = 7
+    assert flat(loader) == drawn_by(9, 7)
+    assert flat(other) == drawn_by(9, 7)
+    state = loader_state(loader)
+    again: Any = patch_dataloader_to_ddp(given(sampler=Warm()))
+    restore_loader(again, state)
+    assert (list(again), flat(again)) == ([], drawn_by(9, 8))
+
+
+def test_an_epoch_of_a_sampler_that_counts_is_refused_where_the_user_has_set_what_it_counts() -> None:
+    raw = given(sampler=Warm())
+    loader: Any = patch_dataloader_to_ddp(raw)
+    assert flat(loader) == drawn_by(0, 0)
+    raw.sampler.cursor = 7
+    loader.set_epoch(1)  # which comes next
+    assert flat(loader) == drawn_by(0, 7)
+    loader.set_epoch(5)
+    with raises(StateError, "in its attributes 'cursor', and they are others", remedy="Give it a set_epoch(epoch)"):
+        list(loader)
+
+
+class Endless(Counts):
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        while True:
+            yield self.passes
+
+
+def test_an_epoch_that_takes_too_long_to_reach_is_refused() -> None:
+    loader: Any = patch_dataloader_to_ddp(given(sampler=Endless()))
+    loader.set_epoch(3)
+    with raises(
+        StateError, "to draw the epochs before would take more than 131,072 items", remedy="Give it a set_epoch"
+    ):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("chooses", [False, True])
@@ -321,12 +423,44 @@ def test_an_epoch_is_not_resumed_that_begins_with_other_items(world_size: int) -
     assert len({tuple(batch) for batch in [*begun, *again]}) == N // 4 // world_size
 
 
-def test_persistent_workers_make_the_loader_draw_once_in_a_run_that_goes_on_too() -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_run_that_is_resumed_between_epochs_goes_on_as_one_that_was_never_stopped(persistent: bool) -> None:
     def start() -> Any:
-        return given(shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True)
+        raw = given(shuffle=True, generator=seeded(), num_workers=1, persistent_workers=persistent)
+        return patch_dataloader_to_ddp(raw)
 
-    raw, stopped, again = start(), patch_dataloader_to_ddp(start()), patch_dataloader_to_ddp(start())
-    one_process = [list(raw) for _ in range(3)]
-    first = list(stopped)
+    whole, stopped, again = start(), start(), start()
+    expected = [list(whole) for _ in range(3)]
+    assert list(stopped) == expected[0]
     restore_loader(again, loader_state(stopped))
-    assert [first, *(list(again) for _ in range(3))] == [one_process[0], [], *one_process[1:]]
+    assert [list(again) for _ in range(3)] == [[], *expected[1:]]
+
+
+class Augments(Dataset[float]):
+    """Augments by the generator that its loader shuffles by."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand((), generator=self.generator))
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_augmentation_by_the_loaders_own_generator_is_another_in_each_epoch(workers: int, persistent: bool) -> None:
+    def start() -> Any:
+        generator = seeded()
+        raw = DataLoader(
+            Augments(generator), 2, True, generator=generator, num_workers=workers, persistent_workers=persistent
+        )
+        return patch_dataloader_to_ddp(raw)
+
+    found = [flat(batch.tolist() for batch in loader) for loader in [start()] for _ in range(3)]
+    assert found[0] != found[1] != found[2] != found[0]
+    if workers and not persistent:  # they begin a resumed epoch as they began that epoch
+        again = start()
+        again.set_epoch(2)
+        assert flat(batch.tolist() for batch in again) == found[2]
