@@ -1,5 +1,6 @@
 """What a patched loader has: its type, its position as a state, and the guard that finds loaders nobody patched."""
 
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from ddp_patch.compat.private_torch import (
     has_own_iterators,
     is_torchdatas,
 )
-from ddp_patch.errors import NotALoaderError, NotPatchedError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import CannotResumeWarning, NotALoaderError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import COPY, METHODS, copies_plainly, state_for_copies
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.overlap import NotedIndices
@@ -138,8 +139,10 @@ class OwnMethods:
         self._is_torchs = is_torchs and not makes_own
         self._takes_notes = self._is_torchs and isinstance(loader.dataset, IterableDataset)
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
-        has_states = self._kind is kind and any(hasattr(loader, name) for name in _STATEFUL)
-        self._is_resumable = self._counts and in_order and not has_states
+        if self._kind is kind:
+            self._is_resumable = self._counts and in_order and not any(hasattr(loader, name) for name in _STATEFUL)
+        else:  # torchdata's own methods ask iterators of its own
+            self._is_resumable = self._counts
         self._attach(loader)
         if self._kind is not kind and (state := vars(loader).get(LOADED_STATE)) is not None:
             vars(loader)[LOADED_STATE] = None
@@ -242,8 +245,19 @@ class OwnMethods:
         """Return the loader's state as torchdata has it: of the next epoch, once the loop has seen the end of one."""
         from ddp_patch.resume import state_on_this_rank  # as above
 
-        state, current = state_on_this_rank(loader), None if self._passes is None else self._passes.current
-        return begin_next_epoch(state) if current is not None and current.state is State.ENDED else state
+        state, dataset, passes = state_on_this_rank(loader), loader.dataset, self._passes
+        if passes is None:
+            return state
+        has_state = not isinstance(dataset, IterableDataset) and all(hasattr(dataset, name) for name in _STATEFUL)
+        if has_state and passes.may_warn_of_no_state():
+            warnings.warn(
+                f"A checkpoint is saved without what {type(dataset).__name__}.state_dict() returns: the state of a "
+                "patched loader is the same on every rank, for any number of workers. Let __getitem__ depend on the "
+                "index and the epoch alone.",
+                CannotResumeWarning,
+                stacklevel=4,
+            )
+        return begin_next_epoch(state) if passes.current is not None and passes.current.state is State.ENDED else state
 
     def _state_for_lightning(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Return the loader's state; refuse one within an epoch if there is no len(): Lightning is a batch ahead."""

@@ -286,7 +286,7 @@ SCRIPTS: Mapping[str, str] = {
                 history += [error.item(), size.item(), loss.item()]
             heads = nn.ModuleList(nn.Linear(6, 1) for _ in range(17))
             optimizer = torch.optim.SGD(heads.parameters(), lr=0.1)
-            for a, b in DataLoader(data, 10, shuffle=True):
+            for a, b in DataLoader(data, 60, shuffle=True):
                 losses = [F.mse_loss(head(a), b) for head in heads]
                 read = [(loss.item(), loss.backward()) for loss in losses]
                 history += [loss.item() for loss in losses]

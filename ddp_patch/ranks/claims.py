@@ -18,7 +18,8 @@ from ddp_patch.ranks.exchange import digest
 __all__ = ["Claims", "agreed_claims", "claims_of_explicit_world", "unwatched"]
 
 # Which process group it is of those that had the same store, and how often loaders that look alike were patched in it.
-_given: WeakKeyDictionary[Any, tuple[int, defaultdict[str, int]]] = WeakKeyDictionary()
+_given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_patched: WeakKeyDictionary[Any, defaultdict[str, int]] = WeakKeyDictionary()
 
 # What stores raise that are gone; a fake group's holds nothing that can be read.
 _STORE_ERRORS = (RuntimeError, ValueError)
@@ -246,14 +247,14 @@ def claims_of_explicit_world(share: int, num_replicas: int, described: Mapping[s
             "the shards. Leave rank= and num_replicas= out, or simulate other worlds without a process group."
         )
     rank, store, most = dist.get_rank(), default_store(), ranks // num_replicas
+    # Counted even where the store fails, which it may do on this rank alone.
+    like, counts = f"{num_replicas}/{digest(sorted(described.items()))}", _patched.setdefault(store, defaultdict(int))
+    counts[like] += 1
     try:
         if store not in _given:
-            _given[store] = store.add(f"ddp_patch/given/{rank}", 1), defaultdict(int)
-        group, counts = _given[store]
-        base = f"ddp_patch/given/{group}/{num_replicas}"
-        key = f"{base}/{digest(sorted(described.items()))}"
-        counts[key] += 1
-        key = f"{key}/{counts[key]}"
+            _given[store] = store.add(f"ddp_patch/given/{rank}", 1)
+        base = f"ddp_patch/given/{_given[store]}"
+        key = f"{base}/{like}/{counts[like]}"
         taken = f"{key}/share/{share}"
         takers = store.add(taken, 1)
         text = (
@@ -264,11 +265,18 @@ def claims_of_explicit_world(share: int, num_replicas: int, described: Mapping[s
         )
         if takers > most:
             store.set(f"{key}/told", _MISMATCH + text)
-    except _STORE_ERRORS:
+    except _STORE_ERRORS as error:
+        warnings.warn(
+            f"The ranks cannot compare which of them takes shard {share} of {num_replicas}, nor their passes over this "
+            f"loader, because the process group's store failed at the patch ({type(error).__name__}: {error}). "
+            "They go on. Look for the rank or the network that is gone.",
+            DDPPatchWarning,
+            stacklevel=2,
+        )
         return None
     if takers > most:
         raise RankMismatchError(text)
-    return Claims(key, base, rank, range(ranks), [taken], num_replicas == ranks)
+    return Claims(key, f"{base}/{num_replicas}", rank, range(ranks), [taken], num_replicas == ranks)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ddp_patch.compat.fork_servers import Server, own_folder, preloaded
 
 __all__ = ["become_unlike", "environment_of", "server_of"]
 
-_SERVERS = 8  # of more ranks, the ninth is like the first: there are others enough that are not
+_SERVERS = 4  # of more ranks, the fifth is like the first: there are others enough that are not
 # What names folders: a home, temporary files, caches.
 _FOLDERS = (
     *("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "MPLCONFIGDIR"),

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import Drawn, Indices, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.errors import NotALoaderError
+from ddp_patch.errors import CannotResumeWarning, NotALoaderError, StateError
 
 # torchdata 0.11 calls it in the constructor of every loader.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -171,3 +171,40 @@ def test_a_loader_of_nodes_is_refused_and_the_remedy_works() -> None:
         whole = [list(range(start, min(start + 3, 20))) for start in range(0, 20, 3)]
         for _ in range(2):
             assert list(patched) == [*whole, whole[0]][rank::2]
+
+
+def test_saving_a_loader_whose_workers_overtake_each_other_ends_no_training() -> None:
+    patched: Any = patch_dataloader_to_ddp(loader(batch_size=2, num_workers=2, in_order=False), rank=0, num_replicas=2)
+    batches = iter(patched)
+    next(batches)
+    with pytest.warns(CannotResumeWarning, match="in_order=False"):
+        state = patched.state_dict()
+    assert len([*batches]) == 5
+    with pytest.raises(StateError, match="in_order=False"):
+        patched.load_state_dict(state)
+
+
+class Counting(Indices):
+    """Counts what was read, as a dataset that torchdata's workers ask for its state."""
+
+    read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return super().__getitem__(index)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+def test_a_state_without_the_datasets_own_is_told_once() -> None:
+    patched: Any = patch_dataloader_to_ddp(StatefulDataLoader(Counting(), 2), rank=0, num_replicas=2)
+    batches = iter(patched)
+    next(batches)
+    with pytest.warns(CannotResumeWarning, match=r"without what Counting\.state_dict\(\) returns") as told:
+        states = [patched.state_dict() for _ in range(2)]
+    assert len(told) == 1
+    assert states[0] == states[1]

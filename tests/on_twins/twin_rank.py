@@ -1,5 +1,9 @@
-"""Runs the script of a rank that torchrun has started, in a process that is forked from the server of its number."""
+"""Runs the script of a rank that torchrun has started, in a process that is forked from the server of its number.
 
+torchrun itself runs in one that is forked from the first rank's, but is as it would be.
+"""
+
+import contextlib
 import json
 import multiprocessing
 import os
@@ -14,16 +18,24 @@ from typing import Any
 
 def hand_over(command: Sequence[str]) -> None:
     """Run a script, and end as it ends."""
-    address, environment = json.loads(os.environ.pop("TWINS"))[int(os.environ["RANK"])]
+    rank = int(os.environ.get("RANK", "-1"))
+    address, differing = json.loads(os.environ["TWINS"])[max(rank, 0)]
+    if rank >= 0:
+        del os.environ["TWINS"]
     server: Any = vars(forkserver)["_forkserver"]
     server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_WRONLY)
     server.ensure_running = resource_tracker.ensure_running
     workers_start = multiprocessing.get_start_method()
-    process = _Handed(target=_run, args=(command, os.getcwd(), {**os.environ, **environment}, workers_start))
+    environment = {**os.environ, **(differing if rank >= 0 else {})}
+    process = _Handed(target=_run, args=(command, os.getcwd(), environment, rank, workers_start))
     process.start()
+    if rank < 0:
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # torchrun then ends its ranks
     process.join()
     code = process.exitcode or 0
     if code < 0:
+        with contextlib.suppress(OSError):  # as of SIGKILL
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
@@ -38,7 +50,7 @@ class _Handed(multiprocessing.get_context("forkserver").Process):  # type: ignor
 _left: dict[str, Any] = {}
 
 
-def _run(command: Sequence[str], folder: str, environment: Mapping[str, str], workers_start: str) -> None:
+def _run(command: Sequence[str], folder: str, environment: Mapping[str, str], rank: int, workers_start: str) -> None:
     this: Any = multiprocessing.current_process()
     for file, given in enumerate(this.files, 1):
         os.dup2(given.detach(), file)
@@ -47,9 +59,10 @@ def _run(command: Sequence[str], folder: str, environment: Mapping[str, str], wo
     os.environ.clear()
     os.environ |= environment
     os.chdir(folder)
-    from ddp_patch.testing.twins import become_unlike
+    if rank >= 0:
+        from ddp_patch.testing.twins import become_unlike
 
-    become_unlike(int(os.environ["RANK"]))
+        become_unlike(rank)
     sys.argv[:] = command
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
     sys.stdout, sys.stderr = (os.fdopen(file, "w", buffering=1, encoding="utf-8", closefd=False) for file in (1, 2))

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from quick import run_ranks
+from quick import run_ranks, soaked
 from torch import nn
 
 from ddp_patch import autopatch
@@ -89,14 +89,14 @@ SCRIPT = """
 """
 
 
-def test_a_script_that_asks_the_world_runs_on_two_ranks_as_on_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [soaked("1"), "2"])
+def test_a_script_that_asks_the_world_runs_on_two_ranks_as_on_one(ranks: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number in range(20):
         (tmp_path / "data" / f"{number * 37 % 101}").touch()
     script = textwrap.dedent(SCRIPT).replace("NAMES", repr(os.listdir(tmp_path / "data")))
     (tmp_path / "train.py").write_text(script)
-    for ranks in ("1", "2"):
-        command = [sys.executable, "-m", "ddp_patch", "run", "-n", ranks, "train.py"]
-        options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 600}
-        done = subprocess.run(command, input="Ann\nb c\n", check=False, **options)  # noqa: S603 - our own
-        assert done.stdout == "name? True Ann ['b', 'c']\n['a']\nTrue\n", done.stderr
+    command = [sys.executable, "-m", "ddp_patch", "run", "-n", ranks, "train.py"]
+    options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, input="Ann\nb c\n", check=False, **options)  # noqa: S603 - our own
+    assert done.stdout == "name? True Ann ['b', 'c']\n['a']\nTrue\n", done.stderr

@@ -30,7 +30,7 @@ def test_all_ranks_are_told_where_they_restore_other_states() -> None:
         mismatch = ("RankMismatchError", "Restoring a loader's state")
         table = "epoch to resume in: 0 on rank 0; 1 on rank 1; 2 on rank 2"
         assert_tells(epochs, (*mismatch, table), "same on every rank")
-        assert_tells(done, (*mismatch, "items taken of it: 2 on ranks 0, 1; 4 on rank 2"), "same on every rank")
+        assert_tells(done, (*mismatch, "items taken of it: 4 on rank 2; 2 on ranks 0, 1"), "same on every rank")
         assert_tells(seeds, (*mismatch, "seed: 1 on rank 0; 2 on rank 1; 3 on rank 2"), "same on every rank")
         if rank == 2:
             assert versions.startswith("StateError: ")

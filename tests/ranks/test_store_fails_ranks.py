@@ -59,3 +59,34 @@ def test_a_store_that_fails_for_an_epoch_is_told_once_and_asked_again() -> None:
         assert "RuntimeError: Broken pipe" in text
         assert is_asked_again
         assert "epoch 7" in found
+
+
+def at_a_patch_with_rank(rank: int, ranks: int) -> Any:
+    """Rank 0's store does not answer while its first loader is patched; the second looks like it."""
+    module: Any = claims
+    store = Failing(module.default_store())
+    module.default_store = lambda: store
+
+    def patch() -> Any:
+        return patch_dataloader_to_ddp(DataLoader(Indices(), batch_size=2, shuffle=True), rank=rank, num_replicas=ranks)
+
+    store.fails = rank == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = patch()
+    store.fails = False
+    second = patch()
+    if rank == 1:
+        first.set_epoch(5)  # which the loader that is patched next is not compared with
+        second.set_epoch(7)
+    assert list(first)
+    with pytest.raises(RankMismatchError, match="epoch 7"):
+        read_on(second)
+    return [f"{one.category.__name__}: {one.message}" for one in caught]
+
+
+def test_a_store_that_fails_at_a_patch_with_rank_is_told_and_later_loaders_are_compared() -> None:
+    (text,), others = run_ranks(at_a_patch_with_rank, 2)
+    assert text.startswith("DDPPatchWarning: The ranks cannot compare which of them takes shard 0 of 2")
+    assert "RuntimeError: Broken pipe" in text
+    assert not others

@@ -35,7 +35,7 @@ def one_generator_for_all_loaders_and_rank_0_validates(job: Job, how: dict[str, 
 
 
 # What a sampler counts in its attributes moves with whoever iterates it.
-COUNTER = {"counter": SHUFFLERS["counter"]}
+COUNTER = {name: REMEDIED[name] for name in ("counter", "an iterator")}
 UNCOUNTED = {name: make for name, make in REMEDIED.items() if name not in COUNTER}
 
 
@@ -206,7 +206,7 @@ def resumed(job: Job, make: Make, **options: Any) -> None:
     epoch = job.begin()
     for _ in job.step(epoch, train, 1):
         if job.rank == 0:
-            list(raw.batch_sampler or ())
+            list(() if isinstance(raw.dataset, Source) else raw.batch_sampler or ())  # a stream's never ends
     state = loader_state(train)
     raw = make()
     train = job.patch(raw, **options)
