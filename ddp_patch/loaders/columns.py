@@ -1,10 +1,13 @@
 """Columns: sequences with one element for each sample of a dataset. By them ranks tell whether they hold the same data.
 
-what the datasets of ranks hold                             at the patch    when a pass begins
-files in another order                                      certain         certain
-labels in another order, and nothing that tells samples     likely          nothing
-noise, or a cache, beside the same files                    nothing         nothing
-a mask, a counter, a list of another length                 nothing         nothing
+======================================================  ============  ==================
+what the datasets of ranks hold                         at the patch  when a pass begins
+======================================================  ============  ==================
+files in another order                                  certain       certain
+labels in another order, and nothing tells them apart   likely        nothing
+noise beside the same files                             nothing       nothing
+a cache that fills; a list of another length            nothing       nothing
+======================================================  ============  ==================
 """
 
 import copy
@@ -151,7 +154,7 @@ def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
     kept = [each.name for each, tells, differs in told if not differs and 0 < tells == best[each.holder]]
     return Verdict(
         tuple(column.name for column, tells in counted if tells),
-        tuple(column.name for column, tells in counted if not tells and not proven[column.holder]),
+        tuple(column.name for column, tells in counted if not tells),
         tuple(kept[place] for place in spread(len(kept), _MOST_KEPT)),
     )
 
