@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsError, UnsupportedLoaderError
 from ddp_patch.evaluation import iter_with_weights
 from ddp_patch.loader import PatchedLoader
-from ddp_patch.loaders.facts import LoaderFacts, look_at
+from ddp_patch.loaders.facts import LoaderFacts, data_of, look_at
 from ddp_patch.loaders.samples import copy_to_draw, nested_samplers
 from ddp_patch.options import Options
 from ddp_patch.orders.chunks import copy_item, start_iterating
@@ -199,4 +199,4 @@ def _number_of_loader(facts: LoaderFacts[Any]) -> int:
             set_generator_state(generator, seeded_anew(generator, None))
         items = order_of(drawn, epoch=0).items() if has_order(drawn) else start_iterating(drawn)
         first = list(map(copy_item, islice(items, _COMPARED)))
-    return number_of([facts.described, first, stream.samples])
+    return number_of([facts.described, first, data_of(facts.dataset)])

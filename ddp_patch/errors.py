@@ -60,6 +60,7 @@ __all__ = [
     "PartialPassWarning",
     "PartsWarning",
     "RankMismatchError",
+    "RankMismatchWarning",
     "RanksFailedError",
     "SamplerError",
     "StateError",
@@ -238,7 +239,11 @@ class StreamLengthWarning(DDPPatchWarning):
 
 
 class StreamOrderWarning(DDPPatchWarning):
-    """The items of an iterable dataset have no names, so the ranks cannot compare in which order they read it."""
+    """Nothing is told of the items of an iterable dataset, so ranks cannot compare in which order they read it."""
+
+
+class RankMismatchWarning(DDPPatchWarning):
+    """The ranks' data or items differ in what harmless programs let differ, too: samples may be lost."""
 
 
 class UnpatchedLoaderWarning(DDPPatchWarning):

@@ -1,18 +1,21 @@
 """The options of sharding, checked once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.validation import as_index, seconds
 
-__all__ = ["Layout", "Options", "Share", "Uneven", "check_choice"]
+__all__ = ["Fingerprint", "Layout", "Options", "Share", "Uneven", "check_choice"]
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches", "by_worker"]
+
+# A function returns what identifies a dataset.
+Fingerprint: TypeAlias = Literal["auto"] | Callable[[Any], object] | None
 
 # From the resolution of torch's stores to some years.
 _TIMEOUTS_S = (0.001, 1e8)
@@ -29,6 +32,7 @@ class Options:
 
     Attributes:
         cost: What items cost, if steps are balanced.
+        fingerprint: What identifies the data.
         timeout: How many seconds ranks wait for each other; may be given as a ``timedelta``.
 
     Raises:
@@ -40,6 +44,7 @@ class Options:
     seed: int | None = None
     cost: Cost | CostValues | None = None
     layout: Layout = "interleaved"
+    fingerprint: Fingerprint = "auto"
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -67,6 +72,13 @@ class Options:
             raise InvalidOptionError(
                 f"seed={self.seed!r} is not a whole number of at least 0, and orders are derived from one. "
                 "Pass such an int, or None for one that follows from rank 0's torch.initial_seed()."
+            )
+        is_auto = isinstance(self.fingerprint, str) and self.fingerprint == "auto"
+        if not (is_auto or self.fingerprint is None or callable(self.fingerprint)):
+            raise InvalidOptionError(
+                f"fingerprint={self.fingerprint!r} is no function, and what identifies data is a function's to say. "
+                "Pass one that takes the dataset and returns what names its samples, such as "
+                "lambda dataset: dataset.files; or 'auto', or None to compare no data."
             )
         timeout = seconds(self.timeout)
         if timeout is None or not _TIMEOUTS_S[0] <= timeout <= _TIMEOUTS_S[1]:

@@ -19,8 +19,9 @@ from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
+from ddp_patch.loaders.columns import Column
 from ddp_patch.loaders.copying import METHODS, copy_loader, notice_if_iterated
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, data_of, held_for_workers, look_at
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, data_digest, data_of, held_for_workers, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import (
     error_context,
@@ -31,7 +32,7 @@ from ddp_patch.loaders.recognition import (
     tell_if_assumed,
 )
 from ddp_patch.loaders.samples import iterated_by, length_of
-from ddp_patch.options import Layout, Options, Share, Uneven
+from ddp_patch.options import Fingerprint, Layout, Options, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.parts import Parts
@@ -71,6 +72,7 @@ class PatchOptions(SharingOptions, total=False):
 
     share: Share
     cost: Cost | CostValues | None
+    fingerprint: Fingerprint
 
 
 @overload
@@ -97,6 +99,7 @@ def patch_dataloader_to_ddp(
     cost: Cost | CostValues | None = None,
     device_mesh: DeviceMesh | None = None,
     layout: Layout = "interleaved",
+    fingerprint: Fingerprint = "auto",
     process_group: dist.ProcessGroup | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
@@ -159,6 +162,10 @@ def patch_dataloader_to_ddp(
         layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
             run of them, at most one item longer than another rank's. Then each rank draws all of an epoch at its
             beginning.
+        fingerprint: What identifies the data, so that ranks know that they have the same. ``"auto"`` compares data in
+            memory that have one element for each sample. A function of ``loader.dataset`` returns it otherwise: texts,
+            numbers, bytes, paths, arrays, or lists of these, such as ``lambda dataset: dataset.version``. Ranks compare
+            it at the patch, and whenever a pass begins, so it should be quick. None compares no data.
         process_group: The group whose ranks shard the data. Default: all ranks.
         rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
             other.
@@ -202,6 +209,7 @@ def patch_dataloader_to_ddp(
         >>> train, val = patch_dataloader_to_ddp((loader, DataLoader(range(4))), rank=1, num_replicas=2)
         >>> [batch.tolist() for batch in val]
         [[1], [3]]
+        >>> patched = patch_dataloader_to_ddp(loader, rank=1, num_replicas=2, fingerprint=lambda dataset: dataset[-1])
     """
     given = {name: value for name, value in locals().items() if name not in {"loader", "unknown"}}
     where, chosen = split_options("patch_dataloader_to_ddp", given | unknown, PatchOptions)
@@ -306,11 +314,24 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         # Ranks of an explicit world compare nothing, and of a patched loader they have compared all.
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
         claim = None if is_believed else claim_of(facts)
-        return Subject(facts.described, None, facts.made_for, place, claim)
+        compared, columns = _data_compared(facts, options, world) if claim is not None else ({}, ())
+        return Subject({**facts.described, **compared}, None, facts.made_for, place, claim, columns=columns)
     compared = {**facts.described, **({"cost": "none"} if options.costs is None else options.costs.described)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
     held = held_for_workers(facts) if splits_itself else {}
-    return Subject(compared, facts.stream, facts.made_for, place, held=held)
+    by_user, columns = _data_compared(facts, options, world)
+    return Subject({**compared, **by_user}, facts.stream, facts.made_for, place, held=held, columns=columns)
+
+
+def _data_compared(
+    facts: LoaderFacts[Any], options: Options, world: World
+) -> tuple[Mapping[str, object], Sequence[Column]]:
+    """Return by what ranks know at the patch that their data are the same: what the user says, or columns."""
+    if world.share_of_rank is None or not facts.has_all_data:
+        return {}, ()
+    if callable(options.fingerprint):
+        return {"fingerprint of its data": data_digest(facts.dataset, options.fingerprint, ())}, ()
+    return {}, facts.stream.columns if options.fingerprint == "auto" else ()
 
 
 def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
@@ -397,12 +418,15 @@ def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> 
     if (claims := agreed.claims) is None or is_compared or not is_torchs:
         return loader
     name, by_name = f"{kind.__name__} {agreed.place}", type(by).__name__
+    has_all_data = facts.has_all_data
     rules = Rules(
         name=lambda: name,
         forgets_looks=True,
         has_own_lengths=agreed.options.uneven == "keep",
         only_warns_of_lengths=getattr(by, "is_ddp_aware", None) is True,
         why_orders_differ=partial(_why_parts_are_uneven, by_name),
+        data_digest=lambda: agreed.data_digest(facts.dataset) if has_all_data else "",
+        data_named=agreed.data_named,
         is_begun_by_all=agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1,
     )
     knows_all, parts = any(sampler is by for sampler in samplers_within(facts.iterated)), None

@@ -20,6 +20,7 @@ _SAYS = {
     "others": "different numbers of passes over their other loaders",
     "order": "draw different orders",
     "length": "took more of it",
+    "held": "differ at the same indices",
 }
 
 
@@ -99,6 +100,7 @@ class Rank:
             "begins_at": "0",
             "order": "abcdefghijklmnop",
             "others": 0,
+            "held": "",
             "nested": 0,
             **(how or {}),
         }
@@ -109,7 +111,7 @@ class Rank:
 
         begun = self.monitor.begin(epoch, options["begins_at"], progress, lambda: digest.marks)
         assert begun is not None
-        begun.word = begun.word._replace(others=options["others"])
+        begun.word = begun.word._replace(others=options["others"], held=options["held"])
         yield
         for number in range(batches):
             digest.add(options["order"][number])

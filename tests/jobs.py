@@ -11,7 +11,8 @@ A program is a function of a ``Job``, which is this rank as a training script kn
             job.train(train)
 
 ``complete`` means that every epoch has each sample once, in equally many steps on all ranks, and that nothing is raised
-or warned of. ``error`` means that this package raises on some rank before the epoch ends in which a sample is lost.
+or warned of. ``error`` means that this package raises on some rank before the epoch ends in which a sample is lost;
+``warned``, that samples are lost, and it warns that they may be.
 Ranks meet in an all-reduce after each step, as in ``DistributedDataParallel``; in some programs after each epoch or
 never. Where a program ``tells`` words, an error or a warning has them all.
 """
@@ -33,7 +34,7 @@ from users import N, begin_anew, number_of
 from zoo import seed_ambient
 
 from ddp_patch import errors, patch_dataloader_to_ddp
-from ddp_patch.errors import DDPPatchError
+from ddp_patch.errors import DDPPatchError, RankMismatchWarning
 
 __all__ = ["AllReduce", "Epoch", "Job", "Programs", "Run", "ids", "run_job", "verdict"]
 
@@ -188,7 +189,7 @@ class Programs:
     """The programs of a module, where this is ``program``. Called, it is a decorator that adds one.
 
     Args, when called:
-        expected: "complete", "error", or both, in one text.
+        expected: "complete", "error" or "warned", or several, in one text.
         each: Ways that the program is run in, each its second argument. Of many, every other is tried on 2 ranks, and
             those between on 3.
         tells: What an error or a warning must say. Without it, nothing may be warned of.
@@ -284,7 +285,7 @@ def run_job(rank: int, world: int, program: Callable[[Job], None], all_reduce: A
 
 
 def verdict(runs: Sequence[Run]) -> str:
-    """Return "complete" or "error", or what went wrong.
+    """Return "complete", "error" or "warned", or what went wrong.
 
     An error counts if a rank raised while no rank, or not every rank, had left the epoch in which the first sample was
     lost. Where ranks meet in each step, all stop at that moment; elsewhere the others go on, to their end.
@@ -299,6 +300,8 @@ def verdict(runs: Sequence[Run]) -> str:
         if raised is not None and number >= raised:
             break
         if lost := _lost([run.epochs[number] for run in runs if number < len(run.epochs)], len(runs)):
+            if any(f"explain {RankMismatchWarning.__name__}" in text for run in runs for text in run.warned):
+                return "warned"
             late = "" if raised is None else f"; error in epoch {raised}"
             stuck = "; ranks wait for others that have ended" if any(run.is_stuck for run in runs) else ""
             return f"lost in silence: epoch {number}: {lost}{late}{stuck}"

@@ -19,6 +19,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -79,20 +80,6 @@ class Numbers(Dataset[int]):
         return index
 
 
-class Lazy(Numbers):
-    """Lists its files when it is first asked for one."""
-
-    files: list[Any] | None = None
-
-    def __init__(self, made: Callable[[int], Any] = "{}.png".format) -> None:
-        self.made = made
-
-    def __getitem__(self, index: int) -> int:
-        if self.files is None:
-            self.files = [self.made(number) for number in random.sample(range(N), N)]
-        return number_of(self.files[index])
-
-
 def number_of(row: Any) -> int:
     """Return the first number in a row that names its sample."""
     found = re.search(r"\d+", str(row))
@@ -125,6 +112,46 @@ class Named(Numbers):
 
     def __getitem__(self, index: int) -> int:
         return number_of(self.how[2](self.kept, index))
+
+
+class Hidden(Numbers):
+    """Rows in an order that a closure alone knows, and their labels.
+
+    Args:
+        order: The numbers of the rows.
+        held: What else it holds.
+    """
+
+    def __init__(self, order: Iterable[int], **held: Any) -> None:
+        rows = [*order]
+        self.row: Callable[[int], int] = lambda index: rows[index]
+        self.labels = [row // 4 for row in rows]
+        vars(self).update(held)
+
+    def __getitem__(self, index: int) -> int:
+        return self.row(index)
+
+
+class Split(Numbers):
+    """Holds a part of more rows."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.part: Subset[int] = Subset(Rows(range(2 * N)), rng.sample(range(N), N))
+
+    def __getitem__(self, index: int) -> int:
+        number: int = self.part[index]
+        return number
+
+
+class Reads(Numbers):
+    """Keeps what its rank has read, in a list with a place for each sample; a script may read before."""
+
+    def __init__(self) -> None:
+        self.kept: list[str | None] = [None] * N
+
+    def __getitem__(self, index: int) -> int:
+        self.kept[index] = f"row {index}"
+        return index
 
 
 class Logs(Numbers):
@@ -364,7 +391,7 @@ class HandedOut(IterableDataset[int]):
 
 
 class Stream(IterableDataset[Any]):
-    """Numbers in order, of which each worker reads its part, or all.
+    """Numbers in order, as texts, of which each worker reads its part, or all.
 
     Attributes:
         skips: Numbers that it leaves out.
@@ -374,7 +401,7 @@ class Stream(IterableDataset[Any]):
         delay_s: How long it takes to load an item.
     """
 
-    def __init__(self, n: int = N, made: Callable[[int], Any] = int, *, splits: bool = True) -> None:
+    def __init__(self, n: int = N, made: Callable[[int], Any] = str, *, splits: bool = True) -> None:
         self.n, self.made, self.splits = n, made, splits
         self.skips: tuple[int, ...] = ()
         self.ends = self.repeats = -1
@@ -411,33 +438,33 @@ class EpochStream(IterableDataset[int]):
         yield from numbers if info is None else numbers[info.id :: info.num_workers]
 
 
-class ShardsItself(IterableDataset[int]):
+class ShardsItself(IterableDataset[str]):
     """Reads only what is its rank's."""
 
     def __init__(self, ask: Callable[[], int]) -> None:
         self.ask = ask
 
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.ask(), N, dist.get_world_size() if dist.is_initialized() else 2)
+    def __iter__(self) -> Iterator[str]:
+        yield from map(str, range(self.ask(), N, dist.get_world_size() if dist.is_initialized() else 2))
 
 
-class MadeForItsRank(IterableDataset[int]):
+class MadeForItsRank(IterableDataset[str]):
     """Was made for its rank, and does not ask for it while it is read."""
 
     def __init__(self) -> None:
         self.start, self.step = dist.get_rank(), dist.get_world_size()
 
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.start, N, self.step)
+    def __iter__(self) -> Iterator[str]:
+        yield from map(str, range(self.start, N, self.step))
 
 
-class MadeInWorkers(IterableDataset[int]):
+class MadeInWorkers(IterableDataset[str]):
     """A ``worker_init_fn`` makes it for its rank and worker."""
 
     start, step = 0, 1
 
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.start, N, self.step)
+    def __iter__(self) -> Iterator[str]:
+        yield from map(str, range(self.start, N, self.step))
 
 
 def make_for_its_rank(worker: int) -> None:
@@ -446,15 +473,15 @@ def make_for_its_rank(worker: int) -> None:
     info.dataset.step = info.num_workers * int(os.environ["WORLD_SIZE"])
 
 
-class Reshuffled(IterableDataset[int]):
+class Reshuffled(IterableDataset[str]):
     """Shuffled by the system's entropy from its second pass on."""
 
     def __init__(self, n: int = N) -> None:
         self.n, self.passes = n, 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[str]:
         self.passes += 1
-        yield from range(self.n) if self.passes == 1 else random.SystemRandom().sample(range(self.n), self.n)
+        yield from map(str, range(self.n) if self.passes == 1 else random.SystemRandom().sample(range(self.n), self.n))
 
 
 class Opaque:
@@ -472,25 +499,37 @@ def seldom() -> bool:
     return noise() < 0.1
 
 
-# Items of a stream by which its order is known, whatever else each rank draws for them.
+# Items of a stream that texts name, whatever else each rank draws for them.
 ITEMS: dict[str, Callable[[int], Any]] = {
-    "numbers": int,
     "texts": str,
-    "tensors": torch.tensor,
-    "dicts of tensors": lambda number: {"id": torch.tensor(number), "picture": torch.zeros(2, 2)},
     "a file beside noise": lambda number: (number + noise(), f"{number}.jpg"),
+    "a file in a folder of its own": lambda number: {
+        "id": float(number),
+        "file": f"/scratch/{os.getpid()}/data/{number}.jpg",
+    },
     "a key beside noise": lambda number: {"__key__": f"{number:06}", "png": np.full(3, noise())},
+}
+# Items that numbers alone tell apart, and are the same on every rank.
+NUMBERED: dict[str, Callable[[int], Any]] = {
+    "numbers": int,
+    "tensors": torch.tensor,
+    "tokens": lambda number: {"id": float(number), "tokens": torch.full((9,), number)},
+    "dicts of tensors": lambda number: {"id": torch.tensor(number), "picture": torch.zeros(2, 2)},
     "a label beside noise": lambda number: {"x": number + noise(), "label": number % 5},
     "a text in common": lambda number: (number, "a name", 0.5),
-    "a file, and where it is cut": lambda number: {"file": f"{number}.jpg", "cut at": int(32 * noise())},
 }
-# The same where some items are its rank's own, or much of an item is.
-AUGMENTED: dict[str, Callable[[int], Any]] = {
+# Items that texts name, and in which some texts or labels are its rank's own.
+KEYED: dict[str, Callable[[int], Any]] = {
     "a cut text": lambda number: {"__key__": f"{number}", "text": f"{number}"[: 1 if seldom() else None]},
     "a label left out": lambda number: {"__key__": f"{number}", "label": -1 if seldom() else number % 10},
+}
+# Items whose numbers each rank draws, which looks as another order does.
+AUGMENTED: dict[str, Callable[[int], Any]] = {
     "a flip": lambda number: (torch.tensor(number), {"file": f"{number}.png", "flipped": seldom()}),
     "a mask": lambda number: {"url": f"https://{number}", "ids": [0 if seldom() else number for _ in range(20)]},
     "who reads it": lambda number: {"text": f"line {number}", "process": os.getpid(), "at": time.time_ns()},
+    "a file, and where it is cut": lambda number: {"file": f"{number}.jpg", "cut at": int(32 * noise())},
+    "noise": lambda number: {"id": number + noise()},
 }
 
 

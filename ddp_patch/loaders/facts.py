@@ -1,6 +1,6 @@
 """Look at a loader or sampler: everything that sharding depends on, as one frozen value."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -13,16 +13,29 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ddp_patch.compat.private_packages import ITERATORS_KEPT_FOR_STATES
 from ddp_patch.compat.private_torch import RUNNING_ITERATOR, RunningLoader, has_own_iteration, is_torch_batch_sampler
-from ddp_patch.loaders.contents import Content, HeldData, chosen_samples, held_by
+from ddp_patch.errors import InvalidOptionError
+from ddp_patch.loaders.columns import Column, columns_digest, columns_of, compared
 from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
+from ddp_patch.loaders.parts_held import held_by
 from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, says_ranks_differ, sharded_by, world_of
 from ddp_patch.loaders.samples import is_one_shot, length_of, nested_samplers, or_unknown, steps_of
+from ddp_patch.options import Fingerprint
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import RandomGenerator, random_generators
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
-__all__ = ["Claim", "LoaderFacts", "ShardedUnit", "StreamFacts", "claim_of", "data_of", "held_for_workers", "look_at"]
+__all__ = [
+    "Claim",
+    "LoaderFacts",
+    "ShardedUnit",
+    "StreamFacts",
+    "claim_of",
+    "data_digest",
+    "data_of",
+    "held_for_workers",
+    "look_at",
+]
 
 
 L = TypeVar("L", bound=DataLoader[Any])
@@ -96,14 +109,9 @@ class StreamFacts:
         return is_one_shot(self.source, self.dataset)
 
     @cached_property
-    def samples(self) -> tuple[Content, ...]:
-        """Fingerprints of the samples that the dataset holds or was cut down to, as far as they can be told."""
-        return chosen_samples(self.dataset)
-
-    @property
-    def held_data(self) -> HeldData | None:
-        """What ranks compare of the dataset in each pass; None where nobody compared it at the patch."""
-        return HeldData(self.dataset) if "samples" in self.__dict__ else None
+    def columns(self) -> Sequence[Column]:
+        """The columns that the dataset holds, by which ranks tell whether they hold the same data."""
+        return columns_of(self.dataset)
 
     @property
     def generators(self) -> Sequence[RandomGenerator]:
@@ -179,6 +187,11 @@ class LoaderFacts(Generic[L]):
     def samplers(self) -> Sequence[object]:
         """All samplers in use now, from the outside in."""
         return tuple(samplers_in_use(self.loader))
+
+    @property
+    def has_all_data(self) -> bool:
+        """Whether all ranks' datasets should be the same: of what is not sharded, or by a ``DistributedSampler``."""
+        return self.sharded_by is None or isinstance(self.sharded_by, DistributedSampler)
 
     @property
     def made_for(self) -> HeldWorld | None:
@@ -278,8 +291,7 @@ def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
 def claim_of(facts: LoaderFacts[Any]) -> Claim:
     """Return what the ranks compare of a loader that is sharded already, before they compare its passes.
 
-    torch's ``DistributedSampler`` counts by its settings, and by the samples of its dataset, which must be the same on
-    all ranks.
+    torch's ``DistributedSampler`` counts by its settings.
 
     Examples:
         >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, seed=7)
@@ -287,15 +299,9 @@ def claim_of(facts: LoaderFacts[Any]) -> Claim:
         >>> claim["steps"], claim["settings"]["seed"]
         (3, 7)
     """
-    holder, dataset = facts.sharded_by, facts.dataset
-    claim: dict[str, Any] = {
-        "name": type(holder).__name__,
-        "steps": steps_of(facts.loader),
-        "settings": {},
-        "samples": [],
-    }
+    holder = facts.sharded_by
+    claim: dict[str, Any] = {"name": type(holder).__name__, "steps": steps_of(facts.loader), "settings": {}}
     if isinstance(holder, DistributedSampler):
-        claim["samples"] = chosen_samples(dataset)
         # Without a shuffle, the seed is of no account.
         names = ("seed", "shuffle", "drop_last")[1 if getattr(holder, "shuffle", None) is False else 0 :]
         claim["settings"] = {name: getattr(holder, name, None) for name in names}
@@ -304,8 +310,38 @@ def claim_of(facts: LoaderFacts[Any]) -> Claim:
 
 
 def data_of(dataset: object) -> str:
-    """Return a name for the samples that a dataset holds, as far as they can be told: 32 hexadecimal digits."""
-    return fingerprint([(one.name, one.fingerprint) for one in chosen_samples(dataset)])
+    """Return a name for the data that a dataset holds, as far as its columns tell: 32 hexadecimal digits."""
+    columns = columns_of(dataset)
+    kept = compared({0: columns}).kept
+    return fingerprint([(one.name, one.digest) for one in columns if one.name in kept])
+
+
+def data_digest(dataset: object, by: Fingerprint, columns: Collection[str]) -> str:
+    """Return a digest of what identifies a dataset now; empty if ranks compare none, or one is no longer there.
+
+    Args:
+        dataset: The dataset.
+        by: The option ``fingerprint=``.
+        columns: The columns that identify it by default, by name.
+
+    Raises:
+        InvalidOptionError: The user's function returns None.
+
+    Examples:
+        >>> data_digest(range(3), by=len, columns=()) == data_digest(range(1, 4), by=len, columns=())
+        True
+        >>> data_digest(range(3), by=None, columns=["the elements of a range"])
+        ''
+    """
+    if not callable(by):
+        return columns_digest(dataset, columns) if by == "auto" else ""
+    if (value := by(dataset)) is None:
+        raise InvalidOptionError(
+            f"fingerprint={by!r} returned None for {type(dataset).__name__}, which identifies no data. Let it return "
+            "what names the samples: texts, numbers, bytes, paths, arrays, or lists of these; or pass "
+            "fingerprint=None to compare no data."
+        )
+    return fingerprint([value])
 
 
 def held_for_workers(facts: LoaderFacts[Any]) -> Mapping[str, Sequence[Any]]:

@@ -1,5 +1,6 @@
 """Agree with the other ranks on how data is sharded: what they report, how it is judged, what follows."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store
-from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.contents import Content, first_differing
-from ddp_patch.loaders.facts import Claim, StreamFacts
+from ddp_patch.errors import RankMismatchError, RankMismatchWarning
+from ddp_patch.loaders.columns import Column, Verdict, compared
+from ddp_patch.loaders.facts import Claim, StreamFacts, data_digest
+from ddp_patch.loaders.parts_held import first_differing
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
@@ -53,6 +55,7 @@ class Agreed:
         number: The number of this agreement, counted on the first rank. It identifies the loader.
         claims: Where ranks compare their passes over the loader; None if there are no others.
         place: Where the loader was patched, for errors.
+        columns: Which columns of the dataset the ranks compare when passes begin, by name.
         why_in_common: Says why ranks may be given the same samples, though each should have its own; None where they
             compare no samples.
     """
@@ -63,6 +66,7 @@ class Agreed:
     number: int = 0
     claims: Claims | None = None
     place: str = ""
+    columns: Sequence[str] = ()
     why_in_common: Callable[[], str] | None = None
 
     @property
@@ -74,6 +78,15 @@ class Agreed:
     def batch_plan(self) -> Plan | None:
         """The plan that gives this rank its part of each batch, where batches are divided."""
         return Plan.of_batch(self.options, self.world.rank, self.world.num_replicas)
+
+    def data_digest(self, dataset: object) -> str:
+        """Return a digest of what identifies a dataset when a pass begins; empty where ranks do not compare that."""
+        return data_digest(dataset, self.options.fingerprint, self.columns)
+
+    @property
+    def data_named(self) -> str:
+        """What that is of, for errors."""
+        return "what fingerprint= returns" if callable(self.options.fingerprint) else " or ".join(self.columns)
 
     @property
     def members(self) -> list[int]:
@@ -105,6 +118,7 @@ class Subject:
         label: Its name among several loaders; empty for a single one.
         claim: What it shows of being sharded already; None if it is not, or was compared before.
         held: Which lists its dataset holds, such as files, where that splits itself over all ranks' workers.
+        columns: What the ranks compare of its dataset; none where they do not.
     """
 
     compared: Mapping[str, object]
@@ -113,6 +127,7 @@ class Subject:
     label: str = ""
     claim: Claim | None = None
     held: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    columns: Sequence[Column] = ()
 
 
 # What a rank reports of all its loaders, or of one; what the first rank decides on one. As JSON has it.
@@ -135,6 +150,9 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         RankMismatchError: The facts or options differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
         WorldError: An explicit world has more shares than the process group has ranks.
+
+    Warns:
+        RankMismatchWarning: Data differ that do not tell samples apart; on the first rank.
     """
     if world.share_of_rank is None:
         return _agree_alone(world, options, subjects)
@@ -155,6 +173,9 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     for found, decision in zip(generators, decisions, strict=True):
         for generator, state in zip(found, decision["generators"], strict=True):
             set_generator_state(generator, state)
+    for decision in decisions if is_first else ():
+        if decision["likely"]:
+            warnings.warn(decision["likely"], RankMismatchWarning, stacklevel=4)
     return [_agreed(world, options, agreed_claims(members, decision["token"]), decision) for decision in decisions]
 
 
@@ -164,14 +185,14 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
     for subject in subjects:
         with error_context(subject.label):
             claims = claims_of_explicit_world(world.rank, world.num_replicas, subject.compared)
-        agreed.append(_agreed(world, options, claims, {"seed": 0, "number": 0}))
+        agreed.append(_agreed(world, options, claims, {"seed": 0, "number": 0, "columns": ()}))
     return agreed
 
 
 def _agreed(world: World, options: Options, claims: Claims | None, decision: Report) -> Agreed:
     """Return an agreement: with the user's seed, if one was chosen."""
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
-    return Agreed(world, options, seed, decision["number"], claims)
+    return Agreed(world, options, seed, decision["number"], claims, columns=decision["columns"])
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
@@ -179,6 +200,7 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
     shares = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
     return {name: getattr(options, name) for name in ("share", "uneven", "layout")} | {
         "seed": "default" if options.seed is None else options.seed,
+        "fingerprint": "a function" if callable(options.fingerprint) else options.fingerprint,
         "shares": shares if len(members) <= FEW else fingerprint([shares]),
     }
 
@@ -186,15 +208,14 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
 def _report(subject: Subject, generators: Sequence[RandomGenerator], is_first: bool) -> Report:
     """Return what a rank reports of one loader.
 
-    It has fingerprints of the samples that the dataset holds, and of what distinguishes the stream from others; and the
+    It has what tells of the data that the dataset holds, and of what distinguishes the stream from others; and the
     first rank's states of the user's generators.
     """
     stream = subject.stream
-    claimed: Sequence[Any] = () if subject.claim is None else subject.claim.get("samples", ())
     return {
         "label": subject.label,
         "compared": {**subject.compared, "generators": len(generators)},
-        "samples": claimed if stream is None else stream.samples,
+        "columns": subject.columns,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [*map(generator_state, generators)] if is_first else [],
         "made_for": subject.made_for,
@@ -213,11 +234,12 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
     require_same(AGREEING, {rank: report["alike"] for rank, report in reported.items()})
     by_loader = zip(*(report["loaders"] for report in reported.values()), strict=True)
     loaders = [(of_ranks[0]["label"], dict(zip(reported, of_ranks, strict=True))) for of_ranks in by_loader]
+    verdicts = []
     for label, of_ranks in loaders:
         with error_context(label):
             lengths = {rank: one["compared"].get("dataset length") for rank, one in of_ranks.items()}
-            samples = {rank: [Content(*told) for told in one["samples"]] for rank, one in of_ranks.items()}
-            require_same_samples(samples, lengths)
+            columns = {rank: [Column(*told) for told in one["columns"]] for rank, one in of_ranks.items()}
+            verdicts.append(require_same_data(columns, lengths))
     facts: dict[int, dict[str, object]] = {rank: {} for rank in reported}
     for label, of_ranks in loaders:
         differing = first_differing({rank: loader["held"] for rank, loader in of_ranks.items()})
@@ -229,7 +251,10 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
     for label, of_ranks in loaders:
         with error_context(label):
             _require_that_fit(shares, first["common"], of_ranks)
-    return [_decide(first, of_ranks) for _, of_ranks in loaders]
+    return [
+        {**_decide(first, of_ranks), "columns": verdict.kept, "likely": likely_text(label, verdict)}
+        for (label, of_ranks), verdict in zip(loaders, verdicts, strict=True)
+    ]
 
 
 def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mapping[int, Report]) -> None:
@@ -285,36 +310,43 @@ def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
     )
 
 
-def require_same_samples(
-    reported: Mapping[int, Sequence[Content]], lengths: Mapping[int, object] | None = None
-) -> None:
-    """Raise unless the ranks' datasets hold the same samples, as far as all ranks know.
-
-    Attributes of datasets may hold other things than samples, such as random numbers. So one that identifies the
-    samples, and is the same on all ranks, proves that the samples are.
+def require_same_data(reported: Mapping[int, Sequence[Column]], lengths: Mapping[int, object] | None = None) -> Verdict:
+    """Return what the columns of the ranks' datasets say; raise if those differ that tell samples apart.
 
     Args:
         reported: What each rank reports about its dataset.
         lengths: How many samples each rank says that it has.
     """
-    named = {rank: {content.name: content for content in contents} for rank, contents in reported.items()}
-    common = [name for name in next(iter(named.values())) if all(name in contents for contents in named.values())]
-    differing = [name for name in common if len({contents[name].fingerprint for contents in named.values()}) > 1]
-    held = {name for name in common if all(contents[name].is_held for contents in named.values())}
-    if any(all(contents[name].identifies for contents in named.values()) for name in held.difference(differing)):
-        differing = [name for name in differing if name not in held]
-    if not differing:
-        return
-    prints = {rank: tuple(contents[name].fingerprint for name in differing) for rank, contents in named.items()}
+    verdict = compared(reported)
+    if not verdict.certain:
+        return verdict
+    prints = {
+        rank: tuple(column.digest for column in columns if column.name in verdict.certain)
+        for rank, columns in reported.items()
+    }
     of_length = by_value(lengths or {})
     found = "samples at the same indices" if len(of_length) < 2 else f"lengths ({who_has_what(of_length)})"
     raise RankMismatchError(
         f"{AGREEING}: the datasets of {parties_text(by_value(prints))} have different {found}: they differ in "
-        f"{', '.join(differing)}. Each rank would take a shard of its own part only, and the rest would be lost. Patch "
-        "a loader of the whole dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with "
-        "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to "
-        "have its own part, leave out a DistributedSampler, and say is_ddp_aware = True in the dataset's class: its "
-        "loader is left as it is."
+        f"{', '.join(verdict.certain)}. Each rank would take a shard of its own part only, and the rest would be lost. "
+        "Patch a loader of the whole dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and "
+        "with random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank "
+        "to have its own part, leave out a DistributedSampler, and say is_ddp_aware = True in the dataset's class: its "
+        "loader is left as it is. If these may differ, pass fingerprint= a function of the dataset that returns what "
+        "names its samples, or fingerprint=None to compare no data."
+    )
+
+
+def likely_text(label: str, verdict: Verdict) -> str:
+    """Return what is said of columns that differ and do not tell samples apart; nothing if there are none."""
+    if not verdict.likely:
+        return ""
+    return (
+        f"{label + ': ' if label else ''}{AGREEING}: the ranks' datasets differ in {', '.join(verdict.likely)}, which "
+        "does not tell samples apart, and nothing that does is the same on all ranks. Either each rank may have its "
+        "own (noise, a cache), and nothing is lost; or the ranks have other samples at the same indices, and samples "
+        "are lost. Pass fingerprint= a function of the dataset that returns what names its samples, such as its files, "
+        "to know which: if these differ, that is an error. Pass fingerprint=None if nothing is lost."
     )
 
 

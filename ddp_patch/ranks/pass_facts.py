@@ -30,14 +30,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ddp_patch.compat.private_torch import default_store
-from ddp_patch.errors import PartialPassWarning, RankMismatchError, StreamLengthWarning
-from ddp_patch.loaders.contents import HeldData
+from ddp_patch.errors import PartialPassWarning, RankMismatchError, RankMismatchWarning, StreamLengthWarning
 from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import END
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.ends import PATIENCE_S, Ends
-from ddp_patch.ranks.exchange import digest, ranks_text
+from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.parts import Parts
 from ddp_patch.validation import counted
 
@@ -98,7 +97,8 @@ class Word(NamedTuple):
     slack: int | None = 0
     batches: int = 0
     state: State = State.RUNNING
-    mark: tuple[int, int] | None = None  # the last one that all ranks have made by then, and where
+    # The last mark that all ranks have made by then: where, of what was drawn, and of the numbers in that.
+    mark: tuple[int, int, int] | None = None
 
     @classmethod
     def of(cls, text: str) -> "Word | None":
@@ -116,11 +116,12 @@ class BegunPass:
 
     Attributes:
         word: What is said of it, but for how far it has come: over which epoch it is, where in it it begins, how many
-            passes this rank had made over its other loaders, and a hash of what the user has changed in the dataset.
+            passes this rank had made over its other loaders, and a digest of the data, if there is one.
         progress: Tells how far it has come, at most to where it was left. It asks the pass until the next one begins;
             from then on the pass tells this, which no longer holds it: a pass that is let go ends its sampler's
             generator, as in one process.
         marks: Tells the digests of what it draws; none if nobody compares that.
+        number_marks: Tells those of the numbers in what it draws, where ``marks`` are of names alone.
         sketch: What it was given, where each rank has a part of the data and the ranks compare these; else None.
         number: Its number; None as long as it may be a look.
         is_told: Whether it no longer asks.
@@ -132,6 +133,7 @@ class BegunPass:
     word: Word
     progress: Callable[[], Progress]
     marks: Marks = dict
+    number_marks: Marks = dict
     sketch: Sketch | None = None
     number: int | None = None
     is_told: bool = False
@@ -171,13 +173,15 @@ class BegunPass:
             slack=None if self.word.slack is None else given.slack,
             batches=given.most if count is None else count,
             state=given.state,
-            mark=(at, marks[at]) if at in marks and (at != END or items is None) else None,
+            mark=(at, marks[at], self.number_marks().get(at, 0))
+            if at in marks and (at != END or items is None)
+            else None,
         )
 
 
 # ---- what excludes what ----
 
-Rule: TypeAlias = Literal["passes", "others", "order", "length", "held"]
+Rule: TypeAlias = Literal["passes", "others", "held", "order", "length", "numbers"]
 
 
 def rule_broken(mine: Word, theirs: Word, marks: dict[int, int], *, has_one_order: bool) -> Rule | None:
@@ -193,13 +197,15 @@ def rule_broken(mine: Word, theirs: Word, marks: dict[int, int], *, has_one_orde
         return "passes"
     if None not in {mine.others, theirs.others} and mine.others != theirs.others:
         return "others"
+    if mine.held and theirs.held and mine.held != theirs.held:
+        return "held"
     if theirs.mark is not None:
-        count, value = theirs.mark
+        count, value, _ = theirs.mark
         if marks.get(count, value) != value:
             return "order"
     if _is_outgrown(mine, theirs) or _is_outgrown(theirs, mine):
         return "length"
-    return "held" if mine.held != theirs.held else None
+    return None
 
 
 def _is_outgrown(behind: Word, further: Word) -> bool:
@@ -265,10 +271,17 @@ def mismatch_text(name: str, number: int, rule: Rule, words: tuple[Word, Word], 
             f"loaders: {mine.others} on {here}; {theirs.others} on {there}"
         )
         remedy = _ALL_ITERATE
+    elif rule == "numbers":
+        seen = f"in epoch {mine.epoch}, {here} and {there} read items of the same names and with other numbers"
+        remedy = why
     else:
         seen = f"in epoch {mine.epoch}, the datasets of {here} and {there} differ at the same indices, in {why}"
-        remedy = "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files."
-    lost = "" if rule == "order" else ", so samples would be lost"  # which ``why`` says
+        remedy = (
+            "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files. If these may "
+            "differ, pass fingerprint= a function of the dataset that returns what names its samples, or "
+            "fingerprint=None to compare no data."
+        )
+    lost = "" if rule in {"order", "numbers"} else ", so samples would be lost"  # which ``why`` says
     return f"Iterating the {name}: {seen}{lost}. {remedy}"
 
 
@@ -290,7 +303,9 @@ class Rules:
         has_own_lengths: Whether ranks may have any number of batches in a pass.
         only_warns_of_lengths: Whether the user says that the loader is sharded: parts of unequal length are a warning.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
-        held: What the user may change in the dataset; None if nobody compares that.
+        why_numbers_differ: Says what may differ, and how to tell, where items have the same names and other numbers.
+        data_digest: Returns a digest of the data when a pass begins; empty if nobody compares that.
+        data_named: What that is of, for errors.
         is_begun_by_all: Whether each rank has a share of a pass, which all begin.
     """
 
@@ -300,7 +315,9 @@ class Rules:
     has_own_lengths: bool = False
     only_warns_of_lengths: bool = False
     why_orders_differ: Callable[[], str] = lambda: ""
-    held: HeldData | None = None
+    why_numbers_differ: Callable[[], str] = lambda: ""
+    data_digest: Callable[[], str] = str
+    data_named: str = ""
     is_begun_by_all: bool = False
 
 
@@ -327,7 +344,7 @@ class PassMonitor:
         self._thread = get_ident()
         # How many passes this rank has made over this loader, and over others before it came.
         self._made_here = 0 if (made := self._made_by_all) is None else made[self._whose]
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_numbers = False
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
         return PassMonitor, ()  # a copy makes passes of its own, which other ranks need not know about
@@ -354,6 +371,7 @@ class PassMonitor:
         progress: Callable[[], Progress],
         marks: Marks = dict,
         sketch: Sketch | None = None,
+        number_marks: Marks = dict,
     ) -> BegunPass | None:
         """Note that a pass begins; return None if there is nobody to compare with.
 
@@ -363,17 +381,18 @@ class PassMonitor:
             progress: Tells how far it has come.
             marks: Tells the digests of what it draws; none if nobody compares that.
             sketch: What its sampler notes of it, if that does.
+            number_marks: Tells the digests of the numbers in what it draws, where ``marks`` are of names alone.
         """
         if self.claims is None:
             return None
         # In another thread something reads ahead, by as much as there was time for.
         is_own, made = self.rules.has_own_lengths or get_ident() != self._thread, self._made_by_all
         others = None if is_own or made is None else made[self._whose] - self._made_here
-        word = Word(self.claims.rank, epoch, begins_at, others, slack=None if is_own else 0)
-        begun = BegunPass(word, progress, marks, self.parts.sketch(sketch) if self.parts is not None else None)
+        held, slack = self.rules.data_digest(), None if is_own else 0
+        word = Word(self.claims.rank, epoch, begins_at, others, held, slack)
+        sketch = self.parts.sketch(sketch) if self.parts is not None else None
+        begun = BegunPass(word, progress, marks, number_marks, sketch)
         self.add(begun)
-        if self.rules.held is not None:
-            self.rules.held.begin()
         return begun
 
     def add(self, begun: BegunPass) -> None:
@@ -401,16 +420,6 @@ class PassMonitor:
         self.strike_looks()
         for made in self._passes:
             made.word = made.word._replace(slack=None)
-
-    def note_read(self, begun: BegunPass) -> None:
-        """Note that samples were read in a pass: what that has changed in the dataset is no change of the user's."""
-        if (held := self.rules.held) is not None and self.claims is not None:
-            held.read()
-            told = held.told()
-            begun.word = begun.word._replace(held=digest(sorted(told.items()))[:8] if held.is_changed else "")
-            looks = [one for one in self._passes if one.number is None]
-            number = self._settled + looks.index(begun) if begun.number is None and begun in looks else begun.number
-            self.claims.put(f"held/{(number or 0) % 3}/{self.claims.rank}", json.dumps([number, told]))
 
     def settle(self) -> None:
         """Find out which passes are left, and which are more than looks; number these, and say what is over."""
@@ -555,12 +564,20 @@ class PassMonitor:
         """Raise RankMismatchError, and leave it for all, if two ranks' words exclude each other."""
         rule = rule_broken(mine, theirs, begun.marks(), has_one_order=self.rules.has_one_order)
         if rule is None:
+            self._compare_numbers(begun, number, mine, theirs)
             return
-        why = self._differing_held(number, theirs.rank) if rule == "held" else self.rules.why_orders_differ()
-        if rule == "held" and not why:
-            return  # they may hold what is their own
+        why = self.rules.data_named if rule == "held" else self.rules.why_orders_differ()
         is_unequal = rule == "length" and _shorter(mine, theirs).state is State.ENDED
         self._raise(mismatch_text(self.rules.name(), number, rule, (mine, theirs), why), is_length=is_unequal)
+
+    def _compare_numbers(self, begun: BegunPass, number: int, mine: Word, theirs: Word) -> None:
+        """Warn, once, if two ranks' items differ in their numbers alone: harmless programs do that, too."""
+        at, _, value = theirs.mark or (0, 0, 0)
+        if begun.number_marks().get(at, value) != value and not self._has_warned_of_numbers:
+            self._has_warned_of_numbers = True
+            why = self.rules.why_numbers_differ()
+            text = mismatch_text(self.rules.name(), number, "numbers", (mine, theirs), why)
+            warnings.warn(text, RankMismatchWarning, stacklevel=2)
 
     def _raise(self, text: str, *, is_length: bool = False) -> None:
         """Raise a mismatch, and leave it for all; or only warn, once, where the user says that lengths are right."""
@@ -571,12 +588,3 @@ class PassMonitor:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(text, StreamLengthWarning, stacklevel=2)
-
-    def _differing_held(self, number: int, rank: int) -> str:
-        """Return what the user has changed in other ways in two ranks' datasets, by a pass."""
-        try:
-            claims, held = self.claims, self.rules.held
-            of, theirs = json.loads((claims and claims.value(f"held/{number % 3}/{rank}")) or "[-1, {}]")
-            return ", ".join(held.differing(held.told(), theirs)) if held is not None and of == number else ""
-        except (ValueError, TypeError, AttributeError):  # junk
-            return ""

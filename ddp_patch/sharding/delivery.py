@@ -10,9 +10,6 @@ from ddp_patch.sharding.saved_state import NotedBatch
 
 __all__ = ["Delivery", "Items"]
 
-# What a dataset holds is looked at after each of so many first batches, and at the end: reading may change it.
-_READS = 2
-
 
 class Items:
     """What is known of the items of a pass. Nothing is, where a loader is sharded already.
@@ -73,7 +70,8 @@ class Delivery:
 
     def begin_pass(self, epoch: int, begins_at: str, sketch: Sketch | None = None) -> None:
         """Record that the pass begins: over which epoch, where in it, and with which notes of its sampler, if any."""
-        self._logged = self._monitor.begin(epoch, begins_at, self.progress, self._source.marks, sketch)
+        marks, of_numbers = self._source.marks, self._source.number_marks
+        self._logged = self._monitor.begin(epoch, begins_at, self.progress, marks, sketch, of_numbers)
 
     def begin_loop(self) -> None:
         """Record that a loop begins to take batches, which are counted."""
@@ -96,8 +94,6 @@ class Delivery:
             self._tell_log()
         if delivered <= MORE_THAN_A_LOOK:
             self._monitor.goes_on(logged)
-        if delivered <= _READS:
-            self._monitor.note_read(logged)
         if self._is_open_ended:
             self._monitor.give_step(logged, delivered)
         if delivered >= self.next_comparison:
@@ -127,8 +123,6 @@ class Delivery:
         """
         is_whole = self._items.are_all_in(self.batches)
         self.state = State.ENDED if is_whole else State.LEFT
-        if is_whole and self._logged is not None:
-            self._monitor.note_read(self._logged)
         self.compare(at_end=True)
         if is_whole:
             if self._logged is not None and self._is_open_ended and self.batches is not None:

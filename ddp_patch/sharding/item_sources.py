@@ -60,6 +60,11 @@ class ItemSource(Generic[T]):
         marks = {} if self.digest is None else self.digest.marks
         return lambda: marks
 
+    @property
+    def number_marks(self) -> Marks:
+        """What tells the digests of the numbers in what was drawn, beside names; none where all is in ``marks``."""
+        return dict
+
     def ends_within(self, items: int) -> bool:
         """Draw up to the end if it is at most this many items of the share away, and return whether it is.
 

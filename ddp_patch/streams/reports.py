@@ -2,8 +2,8 @@
 
 No note can carry it: a worker finds its end after its last batch, and torch then sends nothing of ours; to look one
 item ahead would hold each batch back until the next item is there. Nor do notes travel through iterators that are not
-torch's. Ranks compare one digest of each pass, of its items' names: of what says which sample an item is, and is the
-same in every process.
+torch's. Ranks compare two digests of each pass: of its items' names, which are the same in every process; and of their
+numbers, which harmless programs may make otherwise on each rank.
 """
 
 import os
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ddp_patch.compat.private_packages import SAMPLE_KEY
-from ddp_patch.orders.digest import END, Digest, mark_counts
+from ddp_patch.loaders.columns import last_parts
+from ddp_patch.orders.digest import END, Digest, few_numbers, mark_counts
 from ddp_patch.sharding.saved_state import RECOGNISED_BY
 from ddp_patch.sharding.state_text import from_text
 
@@ -32,8 +33,6 @@ COUNTS = list(islice(mark_counts(), 128))
 _PLACES = {count: place for place, count in enumerate(COUNTS)}
 # So many names are hashed at once, which takes less time than one by one.
 _AT_ONCE = 64
-# So many items have one name before their numbers count: a stream may well begin with some of one class.
-_MANY_ALIKE = 64
 # The largest state of a dataset, in bytes, that travels. A stream with larger ones is read again.
 LARGEST = 64 * 1024
 
@@ -54,11 +53,13 @@ _REPORT = np.dtype(
         ("seen", np.int64),  # how many of its first items are described
         ("starts", np.int64, (RECOGNISED_BY, 2)),  # the first one, the first two, ...: the hashes of a StreamStart
         ("state_sizes", np.int64, (2,)),  # in bytes: of the dataset's own state when it began, and at the end
-        ("has_names", np.int64),  # 1 if one of the items that the ranks compare had a name, 2 if names told them apart
+        ("is_told", np.int64),  # 1 if something is told of one of the items, 2 if that told them apart
         ("marks", np.int64),  # how many marks it has made of them
-        ("values", np.int64, (len(COUNTS),)),  # these: the digests at the first counts
+        ("values", np.int64, (len(COUNTS),)),  # these: the digests of their names at the first counts
+        ("numbers", np.int64, (len(COUNTS),)),  # and those of their numbers
         ("read", np.int64),  # how many items it has read in all
-        ("end", np.int64),  # the digest of all
+        ("end", np.int64),  # the digest of all their names
+        ("numbers_end", np.int64),  # and of all their numbers
     ]
 )
 # What the main process tells: its latest pass, and which epoch each pass is over.
@@ -158,7 +159,7 @@ class SharedWorkerState:
 
 
 def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
-    """Pass on what a reader reads from its first item on, and mark in its report what comes.
+    """Pass on what a reader reads from its first item on, and mark in its report what comes: names, and numbers apart.
 
     Examples:
         >>> shared = SharedWorkerState(readers=1)
@@ -166,155 +167,212 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
         >>> list(marked(iter("ab"), report)), int(report["read"])
         (['a', 'b'], 2)
     """
-    number, digest, names, wanted = report["number"], Digest(), list[bytes](), 1
-    are_named = are_apart = False
-    name_of = ItemNames().of
+    number, wanted = report["number"], 1
+    of_names, of_numbers, names, numbers = Digest(), Digest(), list[bytes](), list[bytes]()
+    first, is_told, are_apart = None, False, False
+    identity_of = ItemNames().identity_of
     report["marks"] = 0
-    # Numbers count, too, from where so many items all have one name, which tells none apart; and those of these items.
-    with_numbers, numbered, first = False, list[bytes](), None
     for item in items:
-        name = name_of(item, with_numbers=with_numbers)
-        first = name if not digest.count + len(names) else first
-        if digest.count + len(names) == len(numbered) < _MANY_ALIKE and name is not None and name == first:
-            numbered.append(name_of(item, with_numbers=True) or b"")
-            if with_numbers := len(numbered) == _MANY_ALIKE:
-                name, are_apart = b"\0".join(numbered), len({*numbered}) > 1
-        else:
-            are_apart = are_apart or name != first
-        # One that has none counts as any other such, so that the others are compared.
-        names.append(name or b"")
-        are_named = are_named or name is not None
+        identity = identity_of(item)
+        names.append(identity[0])
+        numbers.append(identity[1])
+        if not are_apart:
+            first = first or identity
+            is_told, are_apart = is_told or identity != NOTHING, identity != first
         if len(names) == wanted:
-            digest.add_names(names)
-            names.clear()
-            place = _PLACES.get(digest.count)
+            _add(of_names, names)
+            _add(of_numbers, numbers)
+            place = _PLACES.get(of_names.count)
             if place is not None and report["number"] == number:  # else a later pass has the memory
-                report["values"][place], report["has_names"] = digest.value, are_named + (are_named and are_apart)
+                report["values"][place], report["numbers"][place] = of_names.value, of_numbers.value
+                report["is_told"] = is_told + are_apart
                 report["marks"] = place + 1  # last: the mark is there when it counts
-            wanted = min(_AT_ONCE, digest.until_mark)
+            wanted = min(_AT_ONCE, of_names.until_mark)
         yield item
-    if names:
-        digest.add_names(names)
-    read = digest.count
-    if read == len(numbered) < _MANY_ALIKE:
-        digest.add_names(numbered)
-        are_apart = len({*numbered}) > 1
-    digest.end()
+    for digest, rest in ((of_names, names), (of_numbers, numbers)):
+        _add(digest, rest)
+        digest.end()
     if report["number"] == number:
-        report["end"], report["has_names"] = digest.marks[END], are_named + (are_named and are_apart)
-        report["read"] = read
+        report["end"], report["numbers_end"] = of_names.marks[END], of_numbers.marks[END]
+        report["is_told"] = is_told + are_apart
+        report["read"] = of_names.count
 
 
-# ---- names ----
+def _add(digest: Digest, parts: list[bytes]) -> None:
+    """Add what is told of some items to a digest, and forget it."""
+    if parts:
+        digest.add_names(parts)
+        parts.clear()
 
+
+# ---- identity ----
+
+# What says nothing of an item.
+NOTHING: Final = (b"", b"")
 # A list that is longer counts by its length and so many of its elements, a text by its length and pieces of this size.
 _ELEMENTS, _PIECE = 64, 512
 _EMPTY: Final = {dict, list, tuple}
 _WHOLE: Final = (int, np.integer, np.bool_)
 _TIMES: Final = (date, time, timedelta, np.datetime64, np.timedelta64)
+# By so many last parts a path counts, of ranks that may keep copies of the files in folders of their own.
+_PATH_PARTS: Final = 2
+_SCHEME: Final = 12  # A URL has its colon by then.
+
+
+class _Found:
+    """What was found in an item: its names, its numbers, and what else may tell it from others."""
+
+    __slots__ = ("names", "numbers", "others")
+
+    def __init__(self) -> None:
+        self.names: list[bytes] = []
+        self.numbers: list[bytes] = []
+        self.others: list[Any] = []
 
 
 class ItemNames:
-    """Names the items of one stream. An item's name says which sample it is, the same in every process.
+    """Names the items of one stream: says which sample an item is, by what is the same in every process.
 
-    That is all strings, bytes and paths in it: in mappings, lists, tuples and dataclasses, too. Whole
-    numbers, truth values and times count only where it has none of these, because augmentation makes numbers: it may
-    tell where it cut an image. A mapping with the key ``__key__`` counts by that key alone.
+    Its names are all texts, bytes and paths in it: in mappings, lists, tuples and dataclasses, too. They count apart
+    from its whole numbers, which augmentation makes, too: it may tell where it cut an image. A mapping with the key
+    ``__key__`` counts by that key alone.
 
     Args:
         may_move: Whether the files may lie elsewhere another time, as in the folder of a job: paths from the root on
-            then count as they are seen from the folder of the first one. Of two ranks, each may have files of its own.
+            then count as they are seen from the folder of the first one. Of two ranks, each may have files of its own:
+            without this, a path counts by its last two parts.
 
     Examples:
-        >>> names = ItemNames(may_move=True)
-        >>> names.of({"x": torch.rand(3), "file": "7.png", "cut at": 3}), names.of((torch.rand(3), 7))
-        (b'7.png', b'7')
-        >>> names.of(torch.rand(3)), names.of([])
+        >>> names = ItemNames()
+        >>> names.identity_of({"x": torch.rand(3), "file": "/data/cats/7.png", "cut at": 3})
+        (b'cats/7.png', b'3')
+        >>> names.identity_of({"__key__": "7", "label": 3}), names.identity_of(7), names.identity_of(None)
+        ((b'7', b''), (b'', b'7'), (b'', b''))
+        >>> moved = ItemNames(may_move=True)
+        >>> moved.name_of("/job-1/cats/1.png"), moved.name_of("/job-1/dogs/1.png"), moved.name_of(7)
+        (b'1.png', b'../dogs/1.png', b'7')
+        >>> moved.name_of(torch.rand(3)), moved.name_of([])
         (None, b'')
-        >>> names.of("/job-1/cats/1.png"), names.of("/job-1/dogs/1.png")
-        (b'1.png', b'../dogs/1.png')
     """
 
     def __init__(self, *, may_move: bool = False) -> None:
         self._may_move = may_move
         self._folder = ""  # of the first path
 
-    def of(self, item: Any, *, with_numbers: bool = False) -> bytes | None:
-        """Return an item's name; None if it has none, as tensors and floats alone.
+    def identity_of(self, item: Any) -> tuple[bytes, bytes]:
+        """Return an item's names, and its whole numbers; where it has neither, what its tensors and floats hold.
 
-        Args:
-            item: The item.
-            with_numbers: Whether whole numbers count in any case, as where all items have the same texts.
+        Of lists of whole numbers, and of tensors, 64 elements count.
         """
         kind = type(item)
         if kind is int:
-            return b"%d" % item
-        if item is None or (kind in _EMPTY and not item):
+            return b"", b"%d" % item
+        if kind is str and len(item) < _PIECE:
+            return self._path(item).encode("utf-8", "surrogatepass"), b""
+        if (found := self._found_in(item)) is None:
+            return NOTHING
+        if found.names or found.numbers or not found.others:
+            return b"\0".join(found.names), b"\0".join(found.numbers)
+        return b"", b"\0".join(map(_bytes_of, found.others))
+
+    def name_of(self, item: Any) -> bytes | None:
+        """Return an item's names, or its whole numbers if it has none; None if it has neither, as tensors of floats."""
+        if item is None or (type(item) in _EMPTY and not item):
             return b""
-        if kind is str and len(item) < _PIECE and not self._may_move:
-            return item.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]  # a str is no other type
-        names: list[bytes] = []
-        numbers: list[bytes] = []
-        try:
-            self._find(item, names, numbers)
-        except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
+        if (found := self._found_in(item)) is None:
             return None
-        parts = names + numbers if with_numbers else names or numbers
+        parts = found.names or found.numbers
         return b"\0".join(parts) if parts else None
 
-    def _find(self, value: Any, names: list[bytes], numbers: list[bytes]) -> None:  # noqa: C901 - one flat table of types
-        """Add the names and numbers in a value, in an order that is the same in every process: frequent types first."""
+    def _found_in(self, item: Any) -> _Found | None:
+        found = _Found()
+        try:
+            self._find(item, found)
+        except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
+            return None
+        return found
+
+    def _find(self, value: Any, found: _Found) -> None:  # noqa: C901 - one flat table of types
+        """Add what is in a value, in an order that is the same in every process: frequent types first."""
         kind = type(value)
-        if kind is float or value is None or (kind is torch.Tensor and value.ndim):
+        if value is None:
             return
         if kind is str and len(value) < _PIECE:
-            names.append(self._beside_first(value).encode("utf-8", "surrogatepass"))
+            found.names.append(self._path(value).encode("utf-8", "surrogatepass"))
         elif kind is int:
-            numbers.append(b"%d" % value)
+            found.numbers.append(b"%d" % value)
+        elif kind is float:
+            found.others.append(value)
+        elif kind is torch.Tensor or kind is np.ndarray:
+            self._find_in_array(value, found)
         elif kind is dict or isinstance(value, Mapping):
             # In an order of their own: a mapping's may depend on the process, as that of a set does.
             for key in [SAMPLE_KEY] if SAMPLE_KEY in value else sorted(value, key=str):
-                self._find(value[key], names, numbers)
+                self._find(value[key], found)
         elif kind is tuple or isinstance(value, list | tuple):
-            self._find_in_list(value, names, numbers)
+            self._find_in_list(value, found)
+        elif isinstance(value, torch.Tensor | np.ndarray):
+            self._find_in_array(value, found)
+        elif isinstance(value, float | complex | np.inexact):
+            found.others.append(value)
         elif isinstance(value, str):
-            names.append(_pieces(str.__str__(value)).encode("utf-8", "surrogatepass"))
+            found.names.append(_pieces(str.__str__(value)).encode("utf-8", "surrogatepass"))
         elif isinstance(value, bytes | bytearray):
-            names.append(bytes(_pieces(value)))
+            found.names.append(bytes(_pieces(value)))
         elif isinstance(value, os.PathLike):
-            names.append(os.fsencode(self._beside_first(os.fsdecode(value))))
+            found.names.append(os.fsencode(self._path(os.fsdecode(value), is_path=True)))
         elif isinstance(value, _WHOLE):
-            numbers.append(b"%d" % int(value))
+            found.numbers.append(b"%d" % int(value))
         elif isinstance(value, _TIMES):
-            numbers.append(str(value).encode())
-        elif isinstance(value, torch.Tensor):  # as Hugging Face's datasets make of whole numbers
-            if not value.ndim and value.device.type == "cpu" and not (value.is_floating_point() or value.is_complex()):
-                numbers.append(b"%d" % int(value))
+            found.numbers.append(str(value).encode())
         elif is_dataclass(value) and not isinstance(value, type):
             for field in fields(value):
-                self._find(getattr(value, field.name), names, numbers)
+                self._find(getattr(value, field.name), found)
 
-    def _find_in_list(self, value: Sequence[Any], names: list[bytes], numbers: list[bytes]) -> None:
-        """Find what is in a list; only evenly spread elements of a long one, which counts by its length then, too."""
+    def _find_in_array(self, value: Any, found: _Found) -> None:
+        """Add a tensor or array: one of whole numbers by its numbers, a single one as a plain one."""
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "cpu" or value.layout != torch.strided or value.is_nested:
+                return
+            is_whole = not (value.is_floating_point() or value.is_complex())
+        else:
+            if value.dtype.hasobject or value.dtype.kind in "USVmM":
+                self._find_in_list(value.tolist() if value.ndim else [value.item()], found)
+                return
+            is_whole = value.dtype.kind in "iub"
+        if not is_whole:
+            found.others.append(value)
+        elif not self._may_move or not value.ndim:  # a state is not refused for what was masked
+            found.numbers.append(few_numbers(value) if value.ndim else b"%d" % int(value))
+
+    def _find_in_list(self, value: Sequence[Any], found: _Found) -> None:
+        """Add what is in a list; only evenly spread elements of a long one, which counts by its length then, too."""
         length = len(value)
         some = value[:: -(-length // _ELEMENTS)] if length > _ELEMENTS else value
         if length and {int}.issuperset(map(type, some)):  # as tokens are
-            numbers.append(repr((length, *some)).encode())
+            found.numbers.append(repr((length, *some)).encode())
             return
         if length > _ELEMENTS and type(some[0]) is str:
-            names.append(b"%d" % length)
+            found.names.append(b"%d" % length)
         for each in some:
-            self._find(each, names, numbers)
+            self._find(each, found)
 
-    def _beside_first(self, path: str) -> str:
-        """Return a path as it is seen from the folder of the first one, if files may move; any other text as it is."""
-        if not (self._may_move and path.startswith(os.sep)):
-            return path
-        folder = self._folder = self._folder or path[: path.rfind(os.sep) + 1]
+    def _path(self, text: str, *, is_path: bool = False) -> str:
+        """Return what counts of a path: from the root on, of a URL, or of what is no text; any other text as it is."""
+        is_absolute = text.startswith(os.sep)
+        if not self._may_move:
+            return last_parts(text, _PATH_PARTS) if is_absolute or is_path or "://" in text[:_SCHEME] else text
+        if not is_absolute:
+            return text
+        folder = self._folder = self._folder or text[: text.rfind(os.sep) + 1]
         ups = 0
-        while not path.startswith(folder):
+        while not text.startswith(folder):
             folder, ups = folder[: folder.rfind(os.sep, 0, -1) + 1], ups + 1
-        return "../" * ups + path[len(folder) :]
+        return "../" * ups + text[len(folder) :]
+
+
+def _bytes_of(value: Any) -> bytes:
+    return few_numbers(value) if isinstance(value, torch.Tensor | np.ndarray) else repr(value).encode()
 
 
 def _pieces(text: Any) -> Any:

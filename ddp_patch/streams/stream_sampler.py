@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.private_packages import SAMPLE_KEY
-from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
+from ddp_patch.errors import RankMismatchError, RankMismatchWarning, StateError, StreamOrderWarning
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.orders.digest import END
 from ddp_patch.positions_and_padding import Part, Schedule
@@ -34,7 +34,7 @@ from ddp_patch.validation import counted
 if TYPE_CHECKING:
     from ddp_patch.streams.even_steps import BalancedRounds
 
-__all__ = ["StreamPasses", "StreamSampler", "StreamSource"]
+__all__ = ["NAMES", "NUMBERS", "StreamPasses", "StreamSampler", "StreamSource"]
 
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
@@ -49,6 +49,9 @@ _SEED: Final = (
 )
 
 _INDICES = [None] * 1024
+
+# The digests of what readers report, at counts and of all.
+NAMES, NUMBERS = ("values", "end"), ("numbers", "numbers_end")
 
 # How long a state waits for workers to find the end, where the length says that it has come.
 _ENDS_S = 10
@@ -129,7 +132,10 @@ class StreamPasses(Passes[None]):
         states = DatasetStates(generators_only(given.dataset))
         name, claims = type(given.dataset).__name__, agreed.claims
         is_compared = not agreed.options.by_worker and claims is not None and claims.read_one_stream
-        rules = Rules(why_orders_differ=self._why_streams_differ) if is_compared else Rules()
+        rules = Rules(data_digest=lambda: agreed.data_digest(given.dataset), data_named=agreed.data_named)
+        if is_compared:
+            why, why_numbers = self._why_streams_differ, self.why_numbers_differ
+            rules = replace(rules, why_orders_differ=why, why_numbers_differ=why_numbers)
         why_in_common = partial(_why_parts_overlap, name) if agreed.options.by_worker else None
         super().__init__(
             name, wrapper, agreed, given.batching, states, facts, rules, why_in_common, max(1, given.num_workers)
@@ -242,6 +248,16 @@ class StreamPasses(Passes[None]):
             "is."
         )
 
+    def why_numbers_differ(self) -> str:
+        """Return the two explanations of items that differ in numbers alone, and how to tell which is right."""
+        return (
+            "Either each augments or masks its items by itself, and nothing is lost; or each reads its own order, of "
+            f"which each rank keeps its shard, and samples are lost. Give each item of {self.worker.name} a string "
+            f"{SAMPLE_KEY!r} that names it, to know which: it alone counts then, and another order is an error. "
+            f"{_SEED}. "
+            "If nothing is lost, ignore this RankMismatchWarning, or seed the augmentation alike."
+        )
+
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         super().resume_at(position, counts_rest=counts_rest)
@@ -328,9 +344,9 @@ class StreamSource(ItemSource[None]):
         return self._worker.shared.reported(self._number, what)
 
     def note_first_batch(self) -> None:
-        """Say that the ranks compare no more than the number of the items, if none that was read has a name."""
-        if max(self._reported("marks")) > 0 and max(self._reported("has_names")) < 1:
-            self._tell_of_names("its items have no string and no whole number that names them")
+        """Say that the ranks compare no more than the number of the items, if nothing is told of those read so far."""
+        if max(self._reported("marks")) > 0 and max(self._reported("is_told")) < 1:
+            self._tell_of_names("its items have no string, number or tensor in memory")
 
     def _tell_of_names(self, why: str) -> None:
         """Say once, on one rank, that the ranks cannot compare the items that were read.
@@ -340,18 +356,17 @@ class StreamSource(ItemSource[None]):
         """
         if self._worker.is_compared and self._passes.may_say("unnamed"):
             warnings.warn(
-                f"The ranks cannot compare in which order they read {self._worker.name}: {why}, and tensors and floats "
-                f"may be augmented. If each rank reads its own order, samples are lost. {_SEED}. To let the ranks "
-                "compare, give each item a string or a whole number that names it. If they read one order, ignore this "
-                "StreamOrderWarning.",
+                f"The ranks cannot compare in which order they read {self._worker.name}: {why}. If each rank reads its "
+                f"own order, samples are lost. {_SEED}. To let the ranks compare, give each item a string that names "
+                "it. If they read one order, ignore this StreamOrderWarning.",
                 StreamOrderWarning,
                 stacklevel=2,
             )
 
     def note_loop_end(self) -> None:
         """Say that all items have one name, if so; and if reading took most of a pass, what would read less."""
-        if max(self._reported("read")) > 1 and max(self._reported("has_names")) == 1:
-            self._tell_of_names("all of its items have the same strings and whole numbers")
+        if max(self._reported("read")) > 1 and max(self._reported("is_told")) == 1:
+            self._tell_of_names("all of its items have the same strings and numbers")
         self._passes.forget_resumed(self._number)  # persistent workers keep the sampler's iterator, which has no end
         ranks, lengths = self._plan.num_replicas, self._worker.shared.lengths(self._number)
         spent_s, took_s = max(self._reported("spent_ms")) / 1000, perf_counter() - self._began_s
@@ -366,10 +381,10 @@ class StreamSource(ItemSource[None]):
                 "then restored on as many ranks and workers only, and every pass needs all ranks."
             )
 
-    def _digests(self) -> list[tuple[list[int], int | None]]:
+    def _digests(self, of: tuple[str, str]) -> list[tuple[list[int], int | None]]:
         """Return the marks of each worker, and the digest of all that it read, or None before its end."""
         # The ends first, and how many marks there are before these: what they tell of was written before.
-        read, ends, made, values = map(self._reported, ("read", "end", "marks", "values"))
+        read, ends, made, values = map(self._reported, ("read", of[1], "marks", of[0]))
         return [
             (of_reader[: max(0, count)], end if length >= 0 else None)
             for of_reader, count, length, end in zip(values, made, read, ends, strict=True)
@@ -377,10 +392,15 @@ class StreamSource(ItemSource[None]):
 
     @property
     def marks(self) -> Marks:
-        """What tells the digests that workers have reported."""
-        return self._marks
+        """What tells the digests of names that workers have reported."""
+        return partial(self._marks, NAMES)
 
-    def _marks(self) -> dict[int, int]:
+    @property
+    def number_marks(self) -> Marks:
+        """What tells those of numbers."""
+        return partial(self._marks, NUMBERS)
+
+    def _marks(self, of: tuple[str, str]) -> dict[int, int]:
         """Return the digests of all workers by their counts; none before it is known whether they read parts.
 
         Where they do, that of all at a count is the hash of theirs. Where a part ended before a count, its end counts:
@@ -389,16 +409,16 @@ class StreamSource(ItemSource[None]):
         if len(ways := self._worker.shared.ways(self._number)) != 1:
             return {}
         digests = [
-            marks if end is None else marks + [end] * (len(COUNTS) + 1 - len(marks)) for marks, end in self._digests()
+            marks if end is None else marks + [end] * (len(COUNTS) + 1 - len(marks)) for marks, end in self._digests(of)
         ]
         values = max(digests, key=len) if ways == {STREAM} else map(hash, zip(*digests, strict=False))
         return dict(zip((*COUNTS, END), values, strict=False))
 
-    def workers_differ(self) -> tuple[int, int] | None:
+    def workers_differ(self, of: tuple[str, str] = NAMES) -> tuple[int, int] | None:
         """Return where workers that read one stream differ: the count, and which one has others than worker 0."""
         if self._worker.shared.ways(self._number) != {STREAM}:
             return None
-        (first, first_end), *others = self._digests()
+        (first, first_end), *others = self._digests(of)
         for worker, (marks, end) in enumerate(others, 1):
             differ = (count for count, one, other in zip(COUNTS, first, marks, strict=False) if one != other)
             if (count := next(differ, None)) is not None:
@@ -408,12 +428,21 @@ class StreamSource(ItemSource[None]):
         return None
 
     def require_one_order(self) -> None:
-        """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
+        """Raise RankMismatchError if this rank's workers should read one stream, and read others.
+
+        Warns:
+            RankMismatchWarning: They read items of the same names and with other numbers.
+        """
+        name, seen = (
+            self._worker.name,
+            "by worker 0 and worker {1} of one rank: they differ within the first {0} items. ",
+        )
         if (found := self.workers_differ()) is not None:
-            raise RankMismatchError(
-                f"{self._worker.name} is read in other orders by worker 0 and worker {found[1]} of one rank: they "
-                f"differ within the first {counted(found[0], 'item')}. {self._passes.monitor.rules.why_orders_differ()}"
-            )
+            why = self._passes.monitor.rules.why_orders_differ()
+            raise RankMismatchError(f"{name} is read in other orders {seen.format(*found)}{why}")
+        if (found := self.workers_differ(NUMBERS)) is not None and self._passes.may_say("numbers"):
+            text = f"{name} is read with other numbers {seen.format(*found)}{self._passes.why_numbers_differ()}"
+            warnings.warn(text, RankMismatchWarning, stacklevel=2)
 
     @property
     def is_in_parts(self) -> bool:  # type: ignore[override]  # what workers find

@@ -293,7 +293,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         known = self._known.first
         items = self._read(self._begun_anew)
         for item in items:
-            seen.append((names.of(item), number_or_zero(item)))
+            seen.append((names.name_of(item), number_or_zero(item)))
             first = _start_of(seen)
             self._report["starts"][first.seen - 1] = [-1 if part is None else part for part in first[1:]]
             self._report["seen"] = first.seen

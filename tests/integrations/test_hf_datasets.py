@@ -19,7 +19,7 @@ from zoo import N, assert_shared_exactly, seed_ambient
 
 from ddp_patch import DDPPatchError, check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.compat.private_packages import loses_items_when_loaded
-from ddp_patch.loaders.contents import chosen_samples
+from ddp_patch.loaders.columns import columns_of
 from ddp_patch.sharding.state_text import from_text
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
@@ -73,8 +73,8 @@ class Locked:
 
 def test_which_rows_a_dataset_holds_is_told_whatever_its_transform_holds() -> None:
     whole, half = map_style().with_transform(Locked()), map_style().select(range(10)).with_transform(Locked())
-    assert chosen_samples(whole)
-    assert chosen_samples(whole) == chosen_samples(map_style()) != chosen_samples(half)
+    assert columns_of(whole)
+    assert columns_of(whole) == columns_of(map_style()) != columns_of(half)
 
 
 def set_epoch_slowly(self: Any, epoch: int) -> None:

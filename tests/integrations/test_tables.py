@@ -11,8 +11,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.contents import HeldData, chosen_samples
-from ddp_patch.ranks.agreement import require_same_samples
+from ddp_patch.loaders.columns import columns_digest, columns_of, compared
+from ddp_patch.ranks.agreement import require_same_data
 
 N = 40
 NAMES = np.array([f"{index}.jpg" for index in range(N)])
@@ -46,17 +46,16 @@ TABLES: dict[str, Callable[[Any], Any]] = {
 def test_rows_in_another_order_are_told(kind: str, is_held: bool) -> None:
     orders = [np.random.default_rng(rank).permutation(N) for rank in (0, 1)]
     first, other, alike = (TABLES[kind](order) for order in (*orders, orders[0]))
-    told = [chosen_samples(Holding(table) if is_held else table) for table in (first, other, alike)]
-    require_same_samples({0: told[0], 1: told[2]})
+    told = [columns_of(Holding(table) if is_held else table) for table in (first, other, alike)]
+    require_same_data({0: told[0], 1: told[2]})
     with pytest.raises(RankMismatchError, match="rows" if is_held else "the elements of a"):
-        require_same_samples({0: told[0], 1: told[1]})
+        require_same_data({0: told[0], 1: told[1]})
 
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_rows_that_one_rank_shuffles_before_an_epoch_are_told(kind: str) -> None:
     datasets = [Holding(TABLES[kind](np.arange(N))) for _ in (0, 1)]
-    held = [HeldData(dataset) for dataset in datasets]
+    columns = compared(dict(enumerate(map(columns_of, datasets)))).kept
+    assert columns_digest(datasets[0], columns) == columns_digest(datasets[1], columns) != ""
     datasets[1].rows = TABLES[kind](np.random.default_rng(1).permutation(N))
-    for one in held:
-        one.begin()
-    assert HeldData.differing(*(one.told() for one in held)) == ("Holding.rows",)
+    assert columns_digest(datasets[0], columns) != columns_digest(datasets[1], columns) != ""

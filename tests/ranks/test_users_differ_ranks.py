@@ -28,6 +28,7 @@ program = Programs(__name__)
 Make = Callable[..., DataLoader[Any]]
 LONG = 480  # more than the first items that are compared
 WORKERS = {"no workers": 0, "workers": 1}
+SAMPLED = {"no sampler": False, "a DistributedSampler": True}
 
 
 # Orders.
@@ -254,9 +255,37 @@ def rows_that_name_samples_are_listed_in_another_order(job: Job, how: Any) -> No
     job.train(job.patch(loader(users.Named(how, random.sample(range(N), N)))), epochs=2)
 
 
-@program("error")
-def files_are_listed_by_the_first_item(job: Job) -> None:
-    job.train(job.patch(loader(users.Lazy())), epochs=2)
+@program("error", tells=("have different samples at the same indices", "the indices of a Subset"))
+def a_dataset_splits_itself_without_a_seed(job: Job) -> None:
+    job.train(job.patch(loader(users.Split(random.Random(job.rank)))))
+
+
+@program("warned", tells=("differ in Hidden.labels", "nothing is lost", "samples are lost", "fingerprint="))
+def labels_alone_show_that_rows_are_in_another_order(job: Job) -> None:
+    job.train(job.patch(loader(users.Hidden(random.Random(job.rank).sample(range(N), N)))))
+
+
+def rows_of(dataset: users.Hidden) -> list[int]:
+    return [dataset.row(index) for index in range(N)]
+
+
+@program("error", tells=("fingerprint of its data",))
+def a_function_says_that_rows_are_in_another_order(job: Job) -> None:
+    dataset = users.Hidden(random.Random(job.rank).sample(range(N), N))
+    job.train(job.patch(loader(dataset), fingerprint=rows_of))
+
+
+@program("error", tells=("differ at the same indices, in what fingerprint= returns",), each=SAMPLED)
+def a_function_says_that_rows_are_shuffled(job: Job, how: Any) -> None:
+    dataset = users.Hidden(range(N))
+    sampler: Any = DistributedSampler(dataset) if how else None
+    train = job.patch(loader(dataset, sampler=sampler), fingerprint=rows_of)
+    for epoch in range(2):
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        job.train(train)
+        order = random.Random(job.rank).sample(range(N), N)
+        dataset.row = order.__getitem__
 
 
 @program("error")
@@ -347,16 +376,30 @@ def one_rank_reads_a_stream_otherwise(job: Job, reading: tuple[dict[str, Any], i
 OF_A_STREAM = ("Stream", "lost", "seed", "same on every rank", "detshuffle=True, seed=0")
 
 
-def shuffled(made: Callable[[int], Any] = int, *, splits: bool = True, **how: Any) -> Any:
+def shuffled(made: Callable[[int], Any] = str, *, splits: bool = True, **how: Any) -> Any:
     """A stream that the system's entropy shuffles."""
     stream = users.Stream(LONG, made, splits=splits)
     stream.shuffled_from = 0
     return loader(stream, **how)
 
 
-@program("error", each={**ITEMS, "noise": lambda number: int(10**9 * users.noise())}, tells=OF_A_STREAM)
+@program("error", each={**ITEMS, "numbers, too": users.AUGMENTED["a file, and where it is cut"]}, tells=OF_A_STREAM)
 def each_rank_shuffles_a_stream_by_itself(job: Job, made: Callable[[int], Any]) -> None:
     job.train(job.patch(shuffled(made)), range(LONG))
+
+
+BOTH = ("same names and with other numbers", "nothing is lost", "samples are lost", "__key__")
+PICTURES = {"pictures": lambda number: {"id": torch.full((3, 3), float(number))}}
+
+
+@program("warned", each=users.NUMBERED | PICTURES, tells=(*BOTH, *OF_A_STREAM))
+def each_rank_shuffles_a_stream_of_numbers_by_itself(job: Job, made: Callable[[int], Any]) -> None:
+    job.train(job.patch(shuffled(made)), range(LONG))
+
+
+@program("warned", tells=("Stream is read with other numbers by worker 0 and worker 1", *OF_A_STREAM))
+def workers_read_a_stream_of_numbers_that_each_shuffles_by_itself(job: Job) -> None:
+    job.train(job.patch(shuffled(int, splits=False, num_workers=2)), range(LONG))
 
 
 @program("error", tells=(*OF_A_STREAM, "Stream is read in other orders", "worker 0 and worker 1"))

@@ -16,7 +16,7 @@ from iterables import ShardPerWorker
 from jobs import Job, Programs
 from quick import soaked
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset
-from users import AUGMENTED, ITEMS, REMEDIED, SHUFFLERS, SIZE, N, loader
+from users import AUGMENTED, ITEMS, KEYED, NUMBERED, REMEDIED, SHUFFLERS, SIZE, N, loader
 
 from ddp_patch import loader_state
 
@@ -114,6 +114,37 @@ def a_dataset_remembers_what_its_rank_read(job: Job, how: dict[str, Any]) -> Non
     job.train(job.patch(loader(users.Logs(job.rank), shuffle=True, **how)), epochs=2 * job.world)
 
 
+@program("complete", each={"": False, "that the script fills before": True})
+def a_dataset_keeps_what_its_rank_read(job: Job, fills: bool) -> None:
+    dataset = users.Reads()
+    train = job.patch(loader(dataset, shuffle=True))
+    for epoch in range(4):
+        for index in range(job.rank, N, job.world) if fills else ():
+            dataset[index]
+        if epoch == 1 and job.rank == 0:
+            for index in range(N):
+                dataset[index]
+        job.train(train)
+
+
+BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "the same names": ({"files": [f"{number}.png" for number in range(N)]}, {}),
+    "nothing, and data are not compared": ({}, {"fingerprint": None}),
+    "nothing, and a function says that data are the same": ({}, {"fingerprint": lambda dataset: dataset.version}),
+}
+
+
+@program("complete", each=BESIDE)
+def labels_and_noise_of_each_rank_beside(job: Job, how: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    held, options = how
+    dataset = users.Hidden(range(N), noise=[random.random() for _ in range(N)], version=3, **held)
+    dataset.labels = [random.randrange(3) for _ in range(N)]
+    train = job.patch(loader(dataset), **options)
+    for _ in range(2):
+        job.train(train)
+        dataset.labels = [random.randrange(3) for _ in range(N)]
+
+
 @program("complete", each=users.NAMED)
 def rows_that_name_samples_are_shuffled_alike(job: Job, how: Any) -> None:
     dataset = users.Named(how)
@@ -173,13 +204,21 @@ def workers_read_their_own_parts(job: Job) -> None:
     job.train(train, range(24 * job.world), epochs=2)
 
 
-@program("complete", each=ITEMS | AUGMENTED)
+@program("complete", each=ITEMS | NUMBERED | KEYED)
 def items_of_a_stream(job: Job, made: Callable[[int], Any], **how: Any) -> None:
     train = job.patch(loader(users.Stream(480, made), **how))
     job.train(train, range(480), epochs=2)
 
 
-@program("complete", each={"tensors": torch.tensor, "a flip": AUGMENTED["a flip"]})
+BOTH = ("same names and with other numbers", "nothing is lost", "samples are lost", "__key__", "seed")
+
+
+@program("complete", each=AUGMENTED, tells=BOTH)
+def items_of_a_stream_whose_numbers_each_rank_draws(job: Job, made: Callable[[int], Any]) -> None:
+    items_of_a_stream(job, made)
+
+
+@program("complete", each={"tensors": torch.tensor, "a cut text": KEYED["a cut text"]})
 def items_of_a_stream_that_workers_read(job: Job, made: Callable[[int], Any]) -> None:
     items_of_a_stream(job, made, num_workers=2)
 
@@ -189,15 +228,10 @@ def items_without_a_stable_hash(job: Job) -> None:
     job.train(job.patch(loader(users.Stream(480, users.Opaque))), range(480), epochs=3)
 
 
-@program("complete", tells=("same strings and whole numbers", "StreamOrderWarning"))
+@program("complete", tells=("same strings and numbers", "StreamOrderWarning"))
 def items_of_one_name(job: Job) -> None:
-    given = users.Stream(480, lambda number: {"source": "web", "id": torch.tensor([number])})
+    given = users.Stream(480, lambda number: {"source": "web", "id": torch.tensor([float(number)])})
     job.train(job.patch(loader(given)), range(480), epochs=2)
-
-
-@program("complete", tells=("tensors and floats",))
-def items_that_are_noise(job: Job) -> None:
-    job.train(job.patch(loader(users.Stream(480, lambda number: {"id": number + users.noise()}))), range(480))
 
 
 class Drawn(users.Stream):

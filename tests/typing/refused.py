@@ -18,6 +18,7 @@ from ddp_patch.testing import run_ranks
 def options(loader: DataLoader[str]) -> None:
     patch_dataloader_to_ddp(loader, uneven="wrong")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     patch_dataloader_to_ddp(loader, uneven="none")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    patch_dataloader_to_ddp(loader, fingerprint="files")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     patch_dataloader_to_ddp(loader, seed="0")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     patch_dataloader_to_ddp(loader, rank="0", num_replicas=2)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     patch_dataloader_to_ddp(loader, process_group=0)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]

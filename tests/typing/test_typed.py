@@ -74,6 +74,9 @@ def test_a_patched_loader_is_of_the_type_that_was_given() -> None:
     assert_type(patch_dataloader_to_ddp(iterable, rank=0, num_replicas=2, share="auto"), PatchedLoader[str])
     shuffled = DataLoader(Words(), shuffle=True)
     assert_type(patch_dataloader_to_ddp(shuffled, rank=0, num_replicas=2, layout="contiguous"), PatchedLoader[str])
+    by_length = patch_dataloader_to_ddp(shuffled, rank=0, num_replicas=2, fingerprint=len)
+    assert_type(by_length, PatchedLoader[str])
+    assert_type(patch_dataloader_to_ddp(shuffled, rank=0, num_replicas=2, fingerprint=None), PatchedLoader[str])
     logged = Logged(Words())
     logged.log = ["made"]
     patched = patch_dataloader_to_ddp(logged, rank=np.int64(0), num_replicas=2, timeout=60)

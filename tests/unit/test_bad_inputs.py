@@ -110,6 +110,7 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
     for option, values in OPTIONS.items():
         add(InvalidOptionError, f"patch {option}", lambda value, option=option: patched(**{option: value}), values)
         add(InvalidOptionError, f"wrapper {option}", lambda value, o=option: by_wrapper([1], **E | {o: value}), values)
+    add(InvalidOptionError, "patch fingerprint", lambda value: patched(fingerprint=value), ["files", 3, [len], True])
     add(InvalidOptionError, "patch process_group", lambda value: alone(process_group=value), ["x", 3, True, [0, 1]])
     add(InvalidOptionError, "patch device_mesh", lambda value: alone(device_mesh=value), [3, "dp", ("dp",)])
     for wrapper in (by_wrapper, by_batches):

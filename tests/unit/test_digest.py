@@ -61,7 +61,7 @@ KINDS: dict[str, list[Any]] = {
 
 
 def name_of(item: Any) -> bytes | None:
-    return ItemNames().of(item)
+    return ItemNames(may_move=True).name_of(item)
 
 
 def told() -> dict[str, object]:
@@ -251,7 +251,7 @@ def test_a_name_is_the_texts_and_only_without_them_the_numbers(case: str) -> Non
 @pytest.mark.parametrize("kind", [str, PurePosixPath])
 def test_paths_of_files_that_move_count_as_they_lie_beside_the_first_one(kind: type) -> None:
     def names(folder: str, *paths: str, may_move: bool = True) -> list[bytes | None]:
-        of = ItemNames(may_move=may_move).of
+        of = ItemNames(may_move=may_move).name_of
         return [of({"file": kind(f"{folder}/{path}"), "x": PICTURE}) for path in paths]
 
     paths = ("a/1.png", "a/2.png", "b/1.png", "c.png")
@@ -261,7 +261,47 @@ def test_paths_of_files_that_move_count_as_they_lie_beside_the_first_one(kind: t
     assert names("/data", *reversed(paths)) != here[::-1]
     assert names("/data", "b/1.png", "a/2.png", "a/1.png", "c.png") != here
     assert names("", "1", "a/1") == [b"1", b"a/1"]
-    assert names("/data", "1", may_move=False) == [b"/data/1"]
+    assert names("/data", "1", may_move=False) == [b"data/1"]  # two ranks' folders may be others
+
+
+# What ranks compare of an item: its names, and its numbers; or its values, if it has neither.
+IDENTITIES: dict[str, tuple[Any, bytes, bool]] = {
+    "a number": (7, b"", True),
+    "a text": ("7.png", b"7.png", False),
+    "a long path": ("/scratch/rank0/cats/7.png", b"cats/7.png", False),
+    "a path": (PurePosixPath("rank0/cats/7.png"), b"cats/7.png", False),
+    "a signed URL": ("https://host/cats/7.png?signature=1", b"cats/7.png", False),
+    "a text with a slash": ("cats/or/dogs", b"cats/or/dogs", False),
+    "a text and numbers": ({"text": "a", "ids": [1, 2]}, b"a", True),
+    "a key": ({"__key__": "7", "label": 3}, b"7", False),
+    "texts in an array": (np.array(["a", "b"]), b"a\0b", False),
+    "whole numbers in a tensor": (torch.arange(9), b"", True),
+    "whole numbers in an array": (np.arange(9), b"", True),
+    "a date": (date(2020, 1, 2), b"", True),
+    "floats": (0.5, b"", True),
+    "a picture": ({"x": PICTURE}, b"", True),
+    "a picture of half floats": (PICTURE.bfloat16(), b"", True),
+    "a picture and a text": ((PICTURE, "cat"), b"cat", False),
+    "nothing": (None, b"", False),
+    "an object": (Opaque(), b"", False),
+    "what raises": (Locked(a=1), b"", False),
+}
+
+
+@pytest.mark.parametrize("case", IDENTITIES)
+def test_names_count_apart_from_numbers_and_values_only_without_both(case: str) -> None:
+    item, names, has_numbers = IDENTITIES[case]
+    found = ItemNames().identity_of(item)
+    assert (found[0], found[1] != b"") == (names, has_numbers)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda x: torch.full((9, 9), x), lambda x: torch.full((9, 9), int(x)), lambda x: np.full(9, x), float]
+)
+def test_items_of_other_values_have_other_identities(made: Callable[[float], Any]) -> None:
+    of = ItemNames().identity_of
+    assert of(made(1.0)) == of(made(1.0)) != of(made(2.0))
+    assert of((made(1.0), 3)) != of((made(1.0), 4))
 
 
 def test_the_order_of_a_mapping_does_not_count() -> None:

@@ -19,8 +19,8 @@ from zoo import Source
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
-from ddp_patch.loaders.contents import first_differing
 from ddp_patch.loaders.facts import held_for_workers, look_at
+from ddp_patch.loaders.parts_held import first_differing
 from ddp_patch.options import Uneven
 from ddp_patch.ranks.exchange import require_same
 from ddp_patch.streams import stream_sampler

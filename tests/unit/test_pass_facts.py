@@ -42,6 +42,9 @@ CASES: dict[str, tuple[Program, Program, dict[str, Any], str | None]] = {
     # one digest
     "another order": ([takes(0, 8, order="abcxefgh")], [takes(0, 8)], {}, "order"),
     "another order, of two batches": ([takes(0, 2, order="ba", over=ENDED)], [takes(0, 2, ENDED)], {}, "order"),
+    # the same data, as far as both know
+    "other data": ([takes(0, 3, held="a")], [takes(0, 3, held="b")], {}, "held"),
+    "data of which one rank knows nothing": ([takes(0, 3, held="a")], [takes(0, 3)], {}, None),
     # as many batches: where both meet is a count after the shorter one's end
     "left after 3 of 4": ([takes(0, 3), takes(1, 2)], [takes(0, 4), HEAR], {}, "length"),
     "left after 3 of 3": ([takes(0, 3), takes(1, 2)], [takes(0, 3), HEAR], {}, None),

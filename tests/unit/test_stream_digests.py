@@ -20,7 +20,7 @@ from ddp_patch.orders.digest import END, mark_counts
 from ddp_patch.positions_and_padding import Plan
 from ddp_patch.sharding.saved_state import Position
 from ddp_patch.streams.reports import PARTS, STREAM, SharedWorkerState, marked
-from ddp_patch.streams.stream_sampler import StreamSource
+from ddp_patch.streams.stream_sampler import NUMBERS, StreamSource
 
 COUNTS = list(islice(mark_counts(), 60))
 
@@ -54,6 +54,14 @@ def labelled(number: int) -> tuple[torch.Tensor, int]:
 
 def unnamed(number: int) -> torch.Tensor:
     return torch.rand(2)
+
+
+def opaque(number: int) -> Any:
+    return {"x": {number}}
+
+
+def one_name(number: int) -> Any:
+    return torch.rand(2), "cat"
 
 
 def differ(mine: StreamSource, theirs: StreamSource) -> bool | None:
@@ -127,32 +135,29 @@ def test_parts_are_marked_at_the_counts_that_all_have_reached_or_ended_before() 
 
 @pytest.mark.parametrize("place", [0, 1, 60, 99])
 def test_readers_of_one_stream_that_differ_are_told(place: int) -> None:
-    others = [*range(place), -1, *range(place + 1, 100)]
-    digest = read(range(100), range(100), others, are_parts=False)
+    others = [*map(str, range(place)), "other", *map(str, range(place + 1, 100))]
+    digest = read(map(str, range(100)), map(str, range(100)), others, are_parts=False)
     found = digest.workers_differ()
     assert found is not None
     assert found[1] == 2
     assert place < found[0] <= max(100, 2 * place)
-    assert read(range(100), others).workers_differ() is None  # of parts nobody expects that
+    assert read(map(str, range(100)), others).workers_differ() is None  # of parts nobody expects that
 
 
-@pytest.mark.parametrize(("alike", "is_told"), [(60, False), (80, True)])
-def test_numbers_count_once_many_items_have_one_text(alike: int, is_told: bool) -> None:
-    """A stream may begin with samples of one class, cut where a rank draws for itself."""
-    one, other = (
-        read([*(("cat", shift + item) for item in range(alike)), *(("dog", shift) for _ in range(100))])
-        for shift in (0, 1000)
-    )
-    assert (one.marks() != other.marks()) == is_told
-
-
-def test_numbers_count_where_all_items_of_a_pass_have_one_text() -> None:
-    assert read([("cat", 1), ("cat", 2)]).marks() != read([("cat", 2), ("cat", 1)]).marks()
+@pytest.mark.parametrize("place", [0, 1, 62, 63, 64, 65, 198])
+def test_numbers_have_a_digest_of_their_own(place: int) -> None:
     order = [*range(200)]
-    for place in (0, 62, 63, 64, 65, 198):
-        other = [*order[:place], order[place + 1], order[place], *order[place + 2 :]]
-        assert read([("cat", item) for item in order]).marks() != read([("cat", item) for item in other]).marks()
-    assert read(["cat"] * 200).marks() == read(["cat"] * 200).marks()
+    other = [*order[:place], order[place + 1], order[place], *order[place + 2 :]]
+    one, two = (read([("cat", item) for item in items]) for items in (order, other))
+    assert one.marks() == two.marks()
+    assert one.number_marks() != two.number_marks()
+    assert one.number_marks().keys() == one.marks().keys()
+
+
+def test_readers_of_one_stream_whose_numbers_differ_are_told_apart() -> None:
+    digest = read(range(100), [*range(99), 0], are_parts=False)
+    assert digest.workers_differ() is None
+    assert digest.workers_differ(NUMBERS) == (100, 1)
 
 
 class Made(IterableDataset[Any]):
@@ -181,13 +186,15 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("splits", [True, False])
-@pytest.mark.parametrize(("make", "told"), [(unnamed, True), (named, False), (labelled, False)])
+@pytest.mark.parametrize(
+    ("make", "told"), [(opaque, True), (one_name, True), (unnamed, False), (named, False), (labelled, False)]
+)
 def test_that_items_have_no_names_is_said_once_on_one_rank(
     make: Callable[[int], Any], told: bool, splits: bool, workers: int, recwarn: pytest.WarningsRecorder
 ) -> None:
     for rank in range(2):
         recwarn.clear()
-        loader: Any = DataLoader(Made(make, splits), batch_size=2, num_workers=workers)
+        loader: Any = DataLoader(Made(make, splits), batch_size=2, num_workers=workers, collate_fn=as_it_is)
         patched: Any = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)
         patched.sampler.rank_passes.worker.is_compared = True
         for _ in range(2):
@@ -196,4 +203,5 @@ def test_that_items_have_no_names_is_said_once_on_one_rank(
         warned = [str(each.message) for each in recwarn if each.category is StreamOrderWarning]
         assert len(warned) == (told and rank == 0)
         for message in warned:
-            assert_tells(message, ("Made", "no string", "whole number"), ("seed", "give each item"))
+            fact = "no string, number or tensor" if make is opaque else "the same strings and numbers"
+            assert_tells(message, ("Made", fact), ("seed", "give each item"))

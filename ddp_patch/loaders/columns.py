@@ -1,0 +1,384 @@
+"""Columns: sequences with one element for each sample of a dataset. By them ranks tell whether they hold the same data.
+
+======================================================  ============  ==================
+what the datasets of ranks hold                         at the patch  when a pass begins
+======================================================  ============  ==================
+files in another order                                  certain       certain
+labels in another order, and nothing tells them apart   likely        nothing
+noise beside the same files                             nothing       nothing
+a cache that fills; a list of another length            nothing       nothing
+======================================================  ============  ==================
+"""
+
+import copy
+import os
+from array import array
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
+from hashlib import blake2b
+from inspect import getclosurevars
+from itertools import chain, islice
+from types import FunctionType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from ddp_patch.compat.private_packages import is_hugging_face_table, is_table, rows_at
+from ddp_patch.orders.digest import as_array, few_numbers, few_places, fingerprint
+from ddp_patch.orders.random_states import is_users
+from ddp_patch.walks import LOOKED_AT, elements, stored, walk
+
+__all__ = [
+    "Column",
+    "Verdict",
+    "attributes",
+    "columns_digest",
+    "columns_of",
+    "compared",
+    "elements_at",
+    "last_parts",
+    "plain_data",
+    "spread",
+]
+
+# So many elements are looked at, evenly spread; of Hugging Face's tables rows, which may hold pictures.
+_MOST: Final = 256
+_MOST_ROWS: Final = 16
+# When passes begin, so many columns are looked at, and so many elements of all: that is to cost little in every epoch.
+_MOST_KEPT, _MOST_IN_ALL = 4, 128
+# An attribute of fewer elements is a setting. Of an element's parts, so many count.
+_FEW: Final = 8
+_PARTS: Final = 64
+# Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
+_PLAIN: Final = (list, tuple, range, array, np.ndarray, np.memmap, torch.Tensor)
+_DICTS: Final = (dict, OrderedDict, defaultdict)
+_NO_DATASETS: Final = {*_PLAIN, *_DICTS, str, int, float, bool, type(None)}
+
+# Begins what tells columns of one name apart.
+_NUMBER: Final = " (number "
+# By what a column tells samples apart: the more, the surer.
+NOTHING, VALUES, NUMBERS, NAMES = range(4)
+
+
+class Column(NamedTuple):
+    """What a rank reports of a column.
+
+    Attributes:
+        holder: The dataset that holds it.
+        name: What it is called in errors.
+        digest: The digest of its length, and of the elements that are looked at.
+        tells: By what these differ from each other: NOTHING if two are alike; VALUES, NUMBERS or NAMES.
+        proves: Whether other columns of the dataset may differ where this one is the same on all ranks: not if it is
+            of positions, which are the same for any data.
+    """
+
+    holder: str
+    name: str
+    digest: str
+    tells: int
+    proves: bool
+
+
+class Verdict(NamedTuple):
+    """What the ranks' columns say together, each by its name.
+
+    Attributes:
+        certain: Those that tell samples apart, and differ.
+        likely: Others that differ, where no column proves that the samples are the same.
+        kept: Those to compare when passes begin: they tell samples apart best, and are the same on all ranks.
+    """
+
+    certain: Sequence[str]
+    likely: Sequence[str]
+    kept: Sequence[str]
+
+
+def columns_of(dataset: Any) -> tuple[Column, ...]:
+    """Return the columns of a dataset, and of those that it holds. ``__getitem__`` of a dataset is never called.
+
+    A column is plain data or a table: the dataset itself, ``Subset.indices``, a tensor of a ``TensorDataset``, or an
+    attribute, within two levels of dicts and objects, with as many elements as its dataset has samples. An element
+    counts by its texts and whole numbers, of a path by the last parts; else by its value. What all have in common does
+    not count. Where one is None, it is a cache, and no column.
+
+    Examples:
+        >>> halves = [Subset(range(10), range(start, start + 5)) for start in (0, 5)]
+        >>> one, other = map(columns_of, halves)
+        >>> [column.name for column in one], one[0].digest == other[0].digest
+        (['the indices of a Subset', 'the elements of a range'], False)
+    """
+    return tuple(
+        Column(holder, name, told.digest, told.tells, told.tells > NOTHING and not told.is_of_places)
+        for holder, name, told in _looked_at(dataset)
+    )
+
+
+def columns_digest(dataset: Any, names: Collection[str]) -> str:
+    """Return one digest of a dataset's columns of these names; empty if one is none now, or there are no names.
+
+    Examples:
+        >>> rows = [f"{number}.png" for number in range(9)]
+        >>> before = columns_digest(rows, ["the elements of a list"])
+        >>> rows.reverse()
+        >>> before == columns_digest(rows, ["the elements of a list"]), columns_digest(rows, [])
+        (False, '')
+    """
+    most = _MOST_IN_ALL // max(1, len(names))
+    digests = {name: told.digest for _, name, told in _looked_at(dataset, names, most)} if names else {}
+    return _digest(sorted(digests.items())) if names and len(digests) == len(names) else ""
+
+
+def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
+    """Return what the ranks' columns say of their data.
+
+    Where one differs and another of the same dataset is the same, the one counts that tells samples apart more surely:
+    names before whole numbers, and these before other values.
+
+    Args:
+        reported: Those of each rank.
+    """
+    of_ranks = [{column.name: column for column in columns} for columns in reported.values()]
+    common = [[one[name] for one in of_ranks] for name in of_ranks[0] if all(name in one for one in of_ranks)]
+    told = [(each[0], min(one.tells for one in each), len({one.digest for one in each}) > 1) for each in common]
+    best, proven = Counter[str](), Counter[str]()  # by holder
+    for each, (column, tells, differs) in zip(common, told, strict=True):
+        if not differs:
+            best[column.holder] = max(best[column.holder], tells)
+            if all(one.proves for one in each):
+                proven[column.holder] = max(proven[column.holder], tells)
+    counted = [(column, tells) for column, tells, differs in told if differs and proven[column.holder] <= tells]
+    kept = [each.name for each, tells, differs in told if not differs and 0 < tells == best[each.holder]]
+    return Verdict(
+        tuple(column.name for column, tells in counted if tells),
+        tuple(column.name for column, tells in counted if not tells),
+        tuple(kept[place] for place in spread(len(kept), _MOST_KEPT)),
+    )
+
+
+def _looked_at(
+    dataset: Any, names: Collection[str] | None = None, most: int = _MOST
+) -> Iterator[tuple[str, str, "_Told"]]:
+    """Yield which dataset holds a column, its name, and what is told of it; of those of some names, or of all."""
+    for holder, name, values in _columns(dataset, names):
+        if names is None or name in names:
+            with suppress(Exception):  # the user's elements
+                if (told := _told_of(values, most)) is not None:
+                    yield holder, name, told
+
+
+def _columns(dataset: Any, names: Collection[str] | None) -> Iterator[tuple[str, str, Any]]:
+    """Yield the columns of a dataset and of those in it: which dataset holds it, its name, and its values."""
+    wanted = None if names is None else {name.partition(_NUMBER)[0] for name in names}
+    holders, named, seen = Counter[str](), Counter[str](), set[int]()
+    for part in islice(_datasets(dataset), LOOKED_AT):
+        kind, n = type(part).__name__, _length(part)
+        holders[kind] += 1
+        for name, value, least in _held(part) if n >= 0 else ():
+            if (wanted is not None and name not in wanted) or (values := plain_data(value)) is None:
+                continue
+            if len(values) == n >= least and id(value) not in seen:
+                seen.add(id(value))
+                named[name] += 1
+                yield f"{kind} {holders[kind]}", f"{name}{_NUMBER}{named[name]})" if named[name] > 1 else name, values
+
+
+def _datasets(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset and all in it, at any depth, from the outside in; of a ``Subset`` also a list."""
+    for part in walk(dataset, _inner):
+        yield part
+        if isinstance(part, Subset) and not _is_dataset(part.dataset):
+            yield part.dataset
+
+
+def _inner(part: Any) -> Iterator[Any]:
+    """Yield the datasets that a dataset holds, alone or in a list or dict that begins with one."""
+    for value in stored(part).values():
+        if _is_dataset(value):
+            yield value
+        elif any(map(_is_dataset, islice(elements(value), 1))):
+            yield from filter(_is_dataset, elements(value))
+
+
+def _length(part: Any) -> int:
+    """Return how many samples a dataset has; -1 if it does not say."""
+    with suppress(Exception):  # the user's
+        return len(part)
+    return -1
+
+
+def _is_dataset(value: Any) -> bool:
+    return type(value) not in _NO_DATASETS and (isinstance(value, Dataset) or is_hugging_face_table(value))
+
+
+def _held(part: Any) -> Iterator[tuple[str, Any, int]]:
+    """Yield the values that may be columns of a dataset, by name, and how many elements these have at least."""
+    if isinstance(part, Subset):
+        yield "the indices of a Subset", part.indices, 1
+    elif isinstance(part, TensorDataset):
+        yield from ((f"tensors[{place}] of a TensorDataset", tensor, 1) for place, tensor in enumerate(part.tensors))
+    elif plain_data(part) is not None:
+        yield f"the elements of a {type(part).__name__}", part, 1
+    elif not isinstance(part, IterableDataset):
+        yield from ((name, value, _FEW) for name, value in attributes(part))
+
+
+def attributes(dataset: Any, *, closures: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield a dataset's attributes, by name, and what is in their dicts, short lists and objects, within two levels.
+
+    Args:
+        dataset: The dataset.
+        closures: Whether what their functions have of variables around them counts, too.
+    """
+    found = [(f"{type(dataset).__name__}.{name}", value) for name, value in stored(dataset).items()]
+    for _ in range(3):
+        yield from found
+        found = [(f"{name}[{key!r}]", part) for name, value in found for key, part in _parts(value, closures=closures)]
+
+
+def _parts(value: Any, *, closures: bool) -> Iterator[tuple[Any, Any]]:
+    if type(value) in _DICTS:
+        yield from ((key, part) for key, part in islice(value.items(), LOOKED_AT) if type(key) is str)
+    elif type(value) in {list, tuple} and len(value) < _FEW:
+        yield from enumerate(value)
+    elif closures and isinstance(value, FunctionType):
+        with suppress(ValueError):  # a variable without a value yet
+            yield from getclosurevars(value).nonlocals.items()
+    elif is_users(value):
+        yield from islice(stored(value).items(), LOOKED_AT)
+
+
+def plain_data(value: Any) -> Any:
+    """Return plain data or a table; None of anything else."""
+    if type(value) in _PLAIN:
+        is_strange = isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.layout != torch.strided)
+        return None if is_strange or getattr(value, "shape", (1,)) == () else value
+    return value if is_table(value) or is_hugging_face_table(value) else None
+
+
+# ---- elements ----
+
+
+class _Told(NamedTuple):
+    """What is told of a column: by what its elements differ from each other, and whether they are their places."""
+
+    digest: str
+    tells: int
+    is_of_places: bool
+
+
+def _told_of(values: Any, most: int) -> _Told | None:
+    """Return what some elements tell, evenly spread; None of a cache, which has None for those that did not come."""
+    n = len(values)
+    places = spread(n, most)
+    if (rows := _rows_of(values, places)) is not None:
+        told, by = rows
+    else:
+        looked_at = elements_at(values, places)
+        if type(None) in map(type, looked_at):
+            return None
+        told, by = _described(looked_at)
+    return _Told(_digest((n, told)), by if len({*told}) == len(told) else NOTHING, told == places)
+
+
+def _rows_of(values: Any, places: list[int]) -> tuple[list[Any], int] | None:
+    """Return some of each row of an array of numbers; None of a flat one of whole numbers, or of other values."""
+    if isinstance(values, torch.Tensor):
+        is_whole = not (values.is_floating_point() or values.is_complex())
+    elif isinstance(values, np.ndarray) and values.dtype.kind in "biufc":
+        is_whole = values.dtype.kind in "biu"
+    else:
+        return None
+    if is_whole and values.ndim == 1:
+        return None
+    some = as_array(values)[(slice(None), *few_places(tuple(values.shape[1:])))][places]
+    return [row.tobytes() for row in some], NUMBERS if is_whole else VALUES
+
+
+def elements_at(values: Any, places: list[int]) -> list[Any]:
+    """Return some elements of plain data, or rows of a table."""
+    if isinstance(values, np.ndarray | torch.Tensor) and values.ndim == 1:
+        return list(as_array(values)[places].tolist())
+    if type(values) in _PLAIN:
+        return [values[place] for place in places]
+    if is_table(values):
+        return rows_at(values, places)
+    rows = copy.copy(values)
+    rows.set_format("arrow")  # as they are stored, with nothing decoded
+    found: list[Any] = rows[[places[at] for at in spread(len(places), _MOST_ROWS)]].to_pylist()
+    return found
+
+
+def _described(looked_at: list[Any]) -> tuple[list[Any], int]:
+    """Return what counts of each element, as a value that can be hashed, and by what these may differ."""
+    kinds = {*map(type, looked_at)}
+    if kinds <= {int, bool}:
+        return looked_at, NUMBERS
+    if kinds == {str}:
+        return _apart(looked_at, last_parts), NAMES
+    found = _apart(looked_at, _parts_of)
+    if () in found:
+        return [*map(_value_of, looked_at)], VALUES
+    if len({*map(len, found)}) == 1:  # what all have in common tells none apart
+        apart = [parts for parts in zip(*found, strict=True) if len({*parts}) > 1]
+        found = [*zip(*apart, strict=True)] if apart else found
+    return found, NAMES if any(isinstance(part, str | bytes) for part in chain(*found)) else NUMBERS
+
+
+def _apart(looked_at: list[Any], told: Callable[[Any, int], Any]) -> list[Any]:
+    """Return what is told of elements, by as few last parts of paths as tell them apart."""
+    for length in (1, 2, 3):
+        found = [told(element, length) for element in looked_at]
+        if len({*found}) == len(found):
+            return found
+    return [told(element, 1) for element in looked_at]
+
+
+def _parts_of(element: Any, length: int) -> tuple[str | bytes | int, ...]:
+    """Return the texts and whole numbers in an element, and one level into it; of paths so many last parts."""
+    parts: Iterable[Any] = (element,)
+    if isinstance(element, list | tuple):
+        parts = element[:: -(-len(element) // _PARTS)] if element else ()
+    elif isinstance(element, Mapping):
+        parts = [element[key] for key in sorted(element, key=str)]
+    elif is_dataclass(element) or is_users(element):
+        parts = stored(element).values()
+    return tuple(part for part in (_part(each, length) for each in islice(parts, _PARTS)) if part is not None)
+
+
+def _part(value: Any, length: int) -> str | bytes | int | None:
+    if isinstance(value, str | os.PathLike):
+        return last_parts(os.fspath(value), length)
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic) and value.ndim == 0:
+        value = value.item()
+    return value if isinstance(value, int | bytes) else None
+
+
+def _value_of(element: Any) -> str:
+    if isinstance(element, torch.Tensor | np.ndarray) and element.ndim:
+        return few_numbers(element).hex()
+    return fingerprint([element])
+
+
+def last_parts(text: str, length: int) -> str:
+    """Return so many last parts of a path; ranks may keep copies of a file in folders of their own.
+
+    Examples:
+        >>> last_parts("/data/cats/1.png", 2), last_parts("https://host/1.png?signature=7", 1)
+        ('cats/1.png', '1.png')
+    """
+    path = text.partition("?")[0] if "://" in text else text.replace("\\", "/")
+    return "/".join(path.rsplit("/", length)[-length:])
+
+
+def _digest(value: Any) -> str:
+    """Return a digest of texts, bytes and whole numbers in lists and tuples."""
+    return blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def spread(n: int, most: int) -> list[int]:
+    """Return places from the first to the last, evenly spread."""
+    return [*range(n)] if n <= most else [place * (n - 1) // (most - 1) for place in range(most)]
