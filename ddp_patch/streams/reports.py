@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
 from itertools import islice
-from typing import Any, Final, TypeVar
+from time import sleep
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -22,7 +24,21 @@ from ddp_patch.orders.digest import END, Digest, few_numbers, mark_counts
 from ddp_patch.sharding.saved_state import RECOGNISED_BY
 from ddp_patch.sharding.state_text import from_text
 
-__all__ = ["BEGUN", "COUNTS", "ENDED", "LARGEST", "PARTS", "STREAM", "ItemNames", "SharedWorkerState", "marked"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "BEGUN",
+    "COUNTS",
+    "ENDED",
+    "LARGEST",
+    "PARTS",
+    "STREAM",
+    "ItemNames",
+    "Report",
+    "SharedWorkerState",
+    "marked",
+]
 
 T = TypeVar("T")
 
@@ -52,7 +68,7 @@ _REPORT = np.dtype(
         ("batches", np.int64),  # where the dataset splits itself: how many it made in all
         ("seen", np.int64),  # how many of its first items are described
         ("starts", np.int64, (RECOGNISED_BY, 2)),  # the first one, the first two, ...: the hashes of a StreamStart
-        ("state_sizes", np.int64, (2,)),  # in bytes: of the dataset's own state when it began, and at the end
+        ("state_sizes", np.int64, (2, 2)),  # in bytes: of the dataset's own state when it began, and at the end; checks
         ("is_told", np.int64),  # 1 if something is told of one of the items, 2 if that told them apart
         ("marks", np.int64),  # how many marks it has made of them
         ("values", np.int64, (len(COUNTS),)),  # these: the digests of their names at the first counts
@@ -60,10 +76,39 @@ _REPORT = np.dtype(
         ("read", np.int64),  # how many items it has read in all
         ("end", np.int64),  # the digest of all their names
         ("numbers_end", np.int64),  # and of all their numbers
+        ("check", np.int64),  # of all the others
     ]
 )
-# What the main process tells: its latest pass, and which epoch each pass is over.
-_PASSES = np.dtype([("latest", np.int64), ("epochs", np.int64, (_PASSES_KEPT,))])
+# What the main process tells: its latest pass, and which epoch each pass is over, with a check.
+_PASSES = np.dtype([("latest", np.int64), ("epochs", np.int64, (_PASSES_KEPT, 2))])
+
+# A processor may let another process see what was written last before what was written first. So whoever reads counts
+# nothing whose check is another: it reads again, so often, and goes without until next time.
+_READS = 100
+
+
+def _check(data: Any) -> int:
+    """Return a check of some bytes, or of an array of numbers."""
+    return crc32(data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes())
+
+
+class Report:
+    """What one reader reports of a pass, in its own place of the shared memory.
+
+    Args:
+        row: That place.
+    """
+
+    def __init__(self, row: "NDArray[np.void]") -> None:
+        self._row = row
+
+    def __getitem__(self, name: str) -> Any:
+        return self._row[0][name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Write a value; what was written into others since counts from now on, too."""
+        self._row[0][name] = value
+        self._row[0]["check"] = _check(self._row.view(np.int64)[:-1])
 
 
 class SharedWorkerState:
@@ -110,38 +155,53 @@ class SharedWorkerState:
 
     def begin(self, number: int, epoch: int) -> None:
         """Write which epoch pass ``number`` is over."""
-        self._begun["epochs"][number % _PASSES_KEPT] = epoch
+        self._begun["epochs"][number % _PASSES_KEPT] = epoch, _check(np.array([number, epoch]))
         self._begun["latest"] = number
 
     def epoch_of(self, number: int) -> int | None:
         """Return which epoch pass ``number`` is over; None if no pass was begun."""
-        epoch = int(self._begun["epochs"][number % _PASSES_KEPT])
-        return None if epoch < 0 else epoch
+        for _ in range(_READS):
+            epoch, check = self._begun["epochs"][number % _PASSES_KEPT].tolist()
+            if check == _check(np.array([number, epoch])):
+                return int(epoch)
+            if check < 0:  # none was written
+                return None
+            sleep(0)
+        return None
 
-    def report(self, number: int, worker: int) -> np.void:
+    def report(self, number: int, worker: int) -> Report:
         """Return what a reader reports of pass ``number``, to write into it: a blank one at first.
 
         A worker may begin it before the pass has begun.
         """
-        slot = self._reports[number % _PASSES_KEPT]  # shared with those of 32 passes before it
-        if slot[worker]["number"] != number:
-            slot[worker : worker + 1].view(np.int64)[:] = -1
-            slot[worker]["number"] = number
-        report: np.void = slot[worker]
+        row = self._reports[number % _PASSES_KEPT, worker : worker + 1]  # shared with those of 32 passes before it
+        report = Report(row)
+        if report["number"] != number:
+            row.view(np.int64)[:] = -1
+            report["number"] = number
         return report
 
-    def keep_state(self, report: np.void, worker: int, when: int, state: bytes) -> None:
+    def keep_state(self, report: Report, worker: int, when: int, state: bytes) -> None:
         """Write the dataset's own state, as text, when the pass that a reader reports was BEGUN, or had ENDED."""
         self._states[worker, when, : len(state)] = np.frombuffer(state, np.uint8)
-        report["state_sizes"][when] = len(state)
+        kept = report["state_sizes"].copy()
+        kept[when] = len(state), _check(state)
+        report["state_sizes"] = kept
 
     # ---- what the readers of a pass have reported of it so far, in the order of their turns ----
 
     def reported(self, number: int, what: str) -> list[Any]:
         """Return one of the values that each reader reports of pass ``number``; -1 where it is not known."""
         slot = self._reports[number % _PASSES_KEPT]
-        is_known = slot["number"] == number
-        found: list[Any] = np.where(is_known.reshape(-1, *[1] * (slot[what].ndim - 1)), slot[what], -1).tolist()
+        for _ in range(_READS):
+            rows = slot.copy()
+            numbers = rows.view(np.int64).reshape(self.readers, -1)
+            checked = np.array([_check(row[:-1]) == row[-1] for row in numbers])
+            if (checked | (rows["number"] != number)).all():
+                break
+            sleep(0)
+        is_known = checked & (rows["number"] == number)
+        found: list[Any] = np.where(is_known.reshape(-1, *[1] * (rows[what].ndim - 1)), rows[what], -1).tolist()
         return found
 
     def ways(self, number: int) -> set[int]:
@@ -154,11 +214,15 @@ class SharedWorkerState:
 
     def states(self, number: int, when: int) -> list[Sequence[Any]]:
         """Return each dataset's own state in the latest pass, when it was BEGUN or had ENDED, as the only element."""
-        kept = [(self._states[at, when], sizes[when]) for at, sizes in enumerate(self.reported(number, "state_sizes"))]
-        return [(from_text(state[:size].tobytes().decode()),) if size >= 0 else () for state, size in kept]
+        sizes = [each[when] for each in self.reported(number, "state_sizes")]
+        kept = [
+            (self._states[at, when, :size].tobytes() if size >= 0 else b"", check)
+            for at, (size, check) in enumerate(sizes)
+        ]
+        return [(from_text(state.decode()),) if state and _check(state) == check else () for state, check in kept]
 
 
-def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
+def marked(items: Iterator[T], report: Report) -> Iterator[T]:
     """Pass on what a reader reads from its first item on, and mark in its report what comes: names, and numbers apart.
 
     Examples:
@@ -186,7 +250,7 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
             if place is not None and report["number"] == number:  # else a later pass has the memory
                 report["values"][place], report["numbers"][place] = of_names.value, of_numbers.value
                 report["is_told"] = is_told + are_apart
-                report["marks"] = place + 1  # last: the mark is there when it counts
+                report["marks"] = place + 1
             wanted = min(_AT_ONCE, of_names.until_mark)
         yield item
     for digest, rest in ((of_names, names), (of_numbers, numbers)):

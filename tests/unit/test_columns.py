@@ -200,7 +200,7 @@ NOTHING: dict[str, Make] = {
     "other classes on one rank only": lambda rank: Indices(N) if rank else names()[:N],
     "an empty list": lambda rank: [],
     **{
-        f"any value: {value!r}": lambda rank, value=value: [value] * N  # type: ignore[misc]  # a default binds it
+        f"any value: {type(value).__name__}": lambda rank, value=value: [value] * N  # type: ignore[misc]  # a default binds it
         for value in (Sample("a"), Row(1), {1}, slice(3), 1 + 2j, b"bytes", np.float32(1), True, object())
     },
 }

@@ -19,7 +19,7 @@ from ddp_patch.errors import StreamOrderWarning
 from ddp_patch.orders.digest import END, mark_counts
 from ddp_patch.positions_and_padding import Plan
 from ddp_patch.sharding.saved_state import Position
-from ddp_patch.streams.reports import PARTS, STREAM, SharedWorkerState, marked
+from ddp_patch.streams.reports import BEGUN, PARTS, STREAM, SharedWorkerState, marked
 from ddp_patch.streams.stream_sampler import NUMBERS, StreamSource
 
 COUNTS = list(islice(mark_counts(), 60))
@@ -205,3 +205,22 @@ def test_that_items_have_no_names_is_said_once_on_one_rank(
         for message in warned:
             fact = "no string, number or tensor" if make is opaque else "the same strings and numbers"
             assert_tells(message, ("Made", fact), ("seed", "give each item"))
+
+
+def test_what_is_half_written_counts_only_once_it_is_whole() -> None:
+    """A processor may show another process what was written last before what was written first."""
+    shared = SharedWorkerState(readers=2)
+    shared.begin(1, epoch=4)
+    report = shared.report(1, worker=0)
+    report["length"] = 7
+    assert (shared.lengths(1), shared.epoch_of(1)) == ([7, None], 4)
+    report["values"][3] = 5  # and not yet what says so
+    assert shared.lengths(1) == [None, None]
+    report["marks"] = 4
+    assert (shared.lengths(1), shared.reported(1, "marks")) == ([7, None], [4, -1])
+    shared.keep_state(report, 0, BEGUN, b'"here"')
+    assert shared.states(1, BEGUN) == [("here",), ()]
+    shared._states[0, BEGUN, 1] = 0
+    assert shared.states(1, BEGUN) == [(), ()]
+    shared._begun["epochs"][1, 0] = 5
+    assert shared.epoch_of(1) is None
