@@ -322,7 +322,7 @@ def flat(batches: Any) -> list[int]:
 
 
 def test_what_a_user_sets_on_a_sampler_counts_always() -> None:
-    raw = given(sampler=Warm())
+    raw: Any = given(sampler=Warm())
     loader, other = patch_dataloader_to_ddp(raw), patch_dataloader_to_ddp(raw)
     assert flat(loader) == drawn_by(0, 0)
     raw.sampler.temperature = 9
@@ -338,7 +338,7 @@ def test_what_a_user_sets_on_a_sampler_counts_always() -> None:
 
 
 def test_an_epoch_of_a_sampler_that_counts_is_refused_where_the_user_has_set_what_it_counts() -> None:
-    raw = given(sampler=Warm())
+    raw: Any = given(sampler=Warm())
     loader: Any = patch_dataloader_to_ddp(raw)
     assert flat(loader) == drawn_by(0, 0)
     raw.sampler.cursor = 7

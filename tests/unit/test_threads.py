@@ -34,7 +34,8 @@ def patched(given: DataLoader[Any], seed: int = 0) -> Any:
 
 
 def drawn(seed: int) -> list[int]:
-    loader = patched(DataLoader(range(2 * N), 2, sampler=Drawn()), seed)
+    data: Any = range(2 * N)
+    loader = patched(DataLoader(data, 2, sampler=Drawn()), seed)
     return [int(index) for _ in range(3) for batch in loader for index in batch]
 
 
