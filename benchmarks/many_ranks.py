@@ -35,7 +35,7 @@ from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.pass_facts import PassMonitor, Progress, Rules, State, next_count
 from ddp_patch.ranks.world import World
-from ddp_patch.sharding.batches import patched_facts
+from ddp_patch.sharding.patched_loaders import patched_facts
 
 WORLDS = (2, 4, 8, 16, 32, 64, 128)
 TIMEOUT_S = 120.0

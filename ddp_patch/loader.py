@@ -29,8 +29,9 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.orders.chunks import State
 from ddp_patch.ranks.pass_facts import PassMonitor
-from ddp_patch.sharding.batches import CountedIterator, EmptyIterator, RepeatedPasses, WatchedIterator, by_value
-from ddp_patch.sharding.epochs import Passes
+from ddp_patch.sharding.iterators import CountedIterator, EmptyIterator, RepeatedPasses, WatchedIterator
+from ddp_patch.sharding.loader_passes import Passes
+from ddp_patch.sharding.pickled_batches import by_value
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import begin_next_epoch
 from ddp_patch.walks import is_empty, nested, place_of

@@ -38,8 +38,8 @@ from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broa
 from ddp_patch.ranks.parts import Parts
 from ddp_patch.ranks.pass_facts import PassMonitor, Rules
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.sharding.batches import RepeatedPasses
-from ddp_patch.sharding.epochs import Passes
+from ddp_patch.sharding.iterators import RepeatedPasses
+from ddp_patch.sharding.loader_passes import Passes
 from ddp_patch.sharding.refusals import require_shareable, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler, describe_share
 from ddp_patch.walks import Nest

@@ -13,7 +13,7 @@ from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
-from ddp_patch.sharding.batches import batches_delivered, passes_of, patched_facts, patched_sampler
+from ddp_patch.sharding.patched_loaders import batches_delivered, passes_of, patched_facts, patched_sampler
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import Position, no_state, position_in, state_after
 from ddp_patch.streams.dataset import ShardedIterable

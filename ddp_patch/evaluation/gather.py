@@ -22,7 +22,7 @@ from ddp_patch.orders.chunks import State
 from ddp_patch.ranks.exchange import digest, exchange
 from ddp_patch.ranks.group import Group, kept_groups, made_group
 from ddp_patch.ranks.packing import bytes_of, packed, unpacked
-from ddp_patch.sharding.batches import passes_of
+from ddp_patch.sharding.patched_loaders import passes_of
 from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = ["OwnOutputs", "are_alike", "gather_in_order", "gather_step", "gather_this_step", "is_in_a_step"]

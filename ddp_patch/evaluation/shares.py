@@ -9,8 +9,8 @@ import numpy as np
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.orders.chunks import State
 from ddp_patch.positions_and_padding import Schedule
-from ddp_patch.sharding.batches import batches_delivered, passes_of
 from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.patched_loaders import batches_delivered, passes_of
 from ddp_patch.validation import counted
 
 __all__ = ["Array", "Misfit", "RankShare", "places_of", "share_of_pass", "share_of_step"]

@@ -18,8 +18,8 @@ from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.positions_and_padding import BatchRecord
 from ddp_patch.ranks.group import Channel, closed_at_exit, opened
-from ddp_patch.sharding.batches import passes_of, patched_facts
 from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.patched_loaders import passes_of, patched_facts
 from ddp_patch.validation import counted
 from ddp_patch.walks import elements
 

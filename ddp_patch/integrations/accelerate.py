@@ -12,7 +12,7 @@ from ddp_patch.compat.private_packages import ACCELERATE_NON_BLOCKING, ACCELERAT
 from ddp_patch.evaluation.gather import gather_this_step
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.resume import loader_state, resume_loader
-from ddp_patch.sharding.batches import patched_sampler
+from ddp_patch.sharding.patched_loaders import patched_sampler
 from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = ["prepare_patched"]

@@ -14,7 +14,7 @@ from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import Position, States
 
 if TYPE_CHECKING:
-    from ddp_patch.sharding.epochs import Passes
+    from ddp_patch.sharding.loader_passes import Passes
 
 __all__ = ["Pass", "RankItems"]
 

@@ -11,7 +11,7 @@ from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.sharding.epochs import Passes
+from ddp_patch.sharding.loader_passes import Passes
 from ddp_patch.sharding.sampler_passes import SamplerPasses
 from ddp_patch.sharding.saved_state import position_in, state_now
 from ddp_patch.sharding.wrapper_attributes import AttributeProxy

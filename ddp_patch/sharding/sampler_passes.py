@@ -19,8 +19,8 @@ from ddp_patch.positions_and_padding import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_facts import Rules
 from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
-from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import Indexed, ItemSource, Nothing, Streamed
+from ddp_patch.sharding.loader_passes import Passes
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import EpochDraw, SamplerStates
 from ddp_patch.sharding.saved_state import Position, States

@@ -12,7 +12,7 @@ from ddp_patch.sharding.state_text import as_text, from_text
 from ddp_patch.validation import shown
 
 if TYPE_CHECKING:
-    from ddp_patch.sharding.epochs import Passes
+    from ddp_patch.sharding.loader_passes import Passes
 
 __all__ = [
     "RECOGNISED_BY",

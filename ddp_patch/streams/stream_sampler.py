@@ -20,8 +20,8 @@ from ddp_patch.orders.digest import END
 from ddp_patch.positions_and_padding import Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_facts import Marks, Rules
-from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource, Nothing
+from ddp_patch.sharding.loader_passes import Passes
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import DatasetStates

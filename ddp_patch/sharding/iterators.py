@@ -1,10 +1,8 @@
-"""What a patched loader's batches are, how they leave workers, and the iterators that give and count them."""
+"""The iterators that stand around torch's: each counts what the training loop is given, an end, and an error."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any, Self, cast
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -16,179 +14,21 @@ from ddp_patch.compat.private_torch import (
     AroundIterator,
     BatchesOf,
     forget_iterator,
-    has_own_iteration,
     is_end,
 )
-from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import DDPPatchError
 from ddp_patch.loaders.copying import OWN_METHODS
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
-from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.overlap import NotedIndices
-from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.ranks.packing import bytes_of
 from ddp_patch.ranks.pass_facts import PassMonitor
 from ddp_patch.sharding.delivery import Delivery, Items
-from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource
+from ddp_patch.sharding.loader_passes import Passes
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.sampler import EpochSampler
+from ddp_patch.sharding.pickled_batches import by_value
 from ddp_patch.sharding.saved_state import NotedBatch
-from ddp_patch.walks import SCALARS, elements, plain_tensors
 
-__all__ = [
-    "CountedIterator",
-    "EmptyIterator",
-    "RepeatedPasses",
-    "WatchedIterator",
-    "batches_delivered",
-    "by_value",
-    "passes_of",
-    "patched_facts",
-    "patched_sampler",
-]
-
-
-# Small tensors leave a worker in the message itself, if a batch has at most so many bytes of them. torch would make a
-# file in shared memory for each, and open it in the main process: several times the cost.
-_SMALL_BYTES = 2**16
-
-
-def by_value(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a ``collate_fn`` whose batches leave a worker by value if they are small and plain."""
-    return partial(_collated, collate_fn, os.getpid())
-
-
-def _collated(collate_fn: Callable[[Any], Any], process: int, samples: Any) -> Any:
-    """Return the batch of some samples, ready to be pickled if this is a worker's process."""
-    made = collate_fn(samples)
-    if os.getpid() == process:  # where nothing is sent
-        return made
-    if type(made) is NotedBatch:
-        return made._replace(batch=_by_value(made.batch, samples))
-    return _by_value(made, samples)
-
-
-def _by_value(batch: Any, samples: Any) -> Any:
-    """Return a batch whose tensors are pickled by value if they are small and plain; or as it is."""
-    tensors = plain_tensors(batch) or {}
-    if not tensors or not all(map(_is_dense, tensors.values())):
-        return batch
-    filled = [tensor for tensor in tensors.values() if tensor.nbytes]
-    memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in filled}
-    if sum(tensor.nbytes for tensor in filled) > _SMALL_BYTES or len(memories) < len(filled):
-        return batch  # views of the same memory stay that
-    # torch's collate_fn makes batches in shared memory; of its own there, a dataset may want that others see it write.
-    are_shared = any(memory.is_shared() for memory in memories.values())
-    if are_shared and (plain_tensors(samples) or {}).keys() & tensors.keys():
-        return batch
-    return _replaced(batch, {key: _TensorByValue(tensor) for key, tensor in tensors.items()})
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether its values, its type and its shape make a tensor. What others are like, torch sends."""
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.requires_grad:
-        return False
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
-    """Return plain containers with other tensors in them."""
-    if id(value) in new:
-        return new[id(value)]
-    if SCALARS.issuperset(map(type, elements(value))):
-        return value
-    if isinstance(value, dict):
-        return {key: _replaced(each, new) for key, each in value.items()}
-    return type(value)(_replaced(each, new) for each in value)
-
-
-class _TensorByValue:
-    """Is pickled as a tensor of its own."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._parts = bytes_of(tensor).numpy().tobytes(), tensor.dtype, tuple(tensor.shape)
-
-    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        return _tensor, self._parts
-
-
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()  # where torch puts tensors
-    return values.view(dtype).reshape(shape)
-
-
-def batches_delivered(facts: LoaderFacts[Any]) -> int:
-    """Return how many batches of the latest pass a patched loader has given, as its ``CountedIterator`` counts.
-
-    Raises:
-        StateError: Nobody counted them.
-    """
-    passes, loader = passes_of(facts), facts.loader
-    current = passes.current
-    if current is None or not current.batches(facts.batching):
-        return 0
-    given = current.delivery.batches
-    if given is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
-        return given
-    raise StateError(
-        f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: its "
-        "class has its own __iter__, which may fetch batches ahead; or the pass was made by another loader over the "
-        "same sampler, or by an iterator that is not torch's, or went on after an error. Pass how many the training "
-        "loop has finished: batches_done=step + 1 inside enumerate(loader)."
-    )
-
-
-def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
-    """Return the sampler that shards a loader; raise NotPatchedError if it is not this package's."""
-    require_loader(operation, loader)
-    about_to_use(loader)
-    return _ours(operation, loader, sharded_by(loader))  # type: ignore[arg-type]  # require_loader checked it
-
-
-def _ours(operation: str, loader: object, found: object) -> EpochSampler[Any]:
-    if not isinstance(found, EpochSampler) and found is not None:
-        raise NotPatchedError(
-            f"{operation} was given a {type(loader).__name__} that a {type(found).__name__} shards, and not this "
-            "package, so nobody counts its batches. Patch the loader that one process would use."
-        )
-    if not isinstance(found, EpochSampler):
-        raise NotPatchedError(
-            f"{operation} was given a {type(loader).__name__} that was not patched, so nobody counts its batches. Pass "
-            "what patch_dataloader_to_ddp() returned; in a single process without a process group, patch it with "
-            "rank=0, num_replicas=1."
-        )
-    return found
-
-
-def passes_of(facts: LoaderFacts[Any]) -> Passes[Any]:
-    """Return the passes over a patched loader."""
-    return cast("EpochSampler[Any]", facts.sharded_by).rank_passes
-
-
-def patched_facts(operation: str, loader: DataLoader[Any]) -> LoaderFacts[Any]:
-    """Return what is known of a patched loader; raise if it does not make batches of its share in order."""
-    require_loader(operation, loader)
-    about_to_use(loader)
-    facts = look_at(loader)
-    sampler = _ours(operation, loader, facts.sharded_by)
-    if facts.num_workers > 0 and not getattr(loader, "in_order", True):
-        raise UnsupportedLoaderError(
-            f"{operation} was given a loader with in_order=False, which gives batches as its {facts.num_workers} "
-            "workers finish them, so nobody knows which samples a batch has. Use in_order=True."
-        )
-    if facts.unit is not ShardedUnit.ITERABLE and facts.source is not sampler:
-        raise UnsupportedLoaderError(
-            f"{operation} was given a loader whose {type(loader.batch_sampler).__name__} makes batches of a sharded "
-            "sampler in its own way, so nobody knows how many samples a batch took. Shard whole batches instead: pass "
-            "the loader of the original samplers to patch_dataloader_to_ddp()."
-        )
-    return facts
-
-
-# ---- the iterators, which stand around torch's ----
+__all__ = ["CountedIterator", "EmptyIterator", "RepeatedPasses", "WatchedIterator"]
 
 
 def _is_failure(error: BaseException) -> bool:
