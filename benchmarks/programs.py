@@ -697,7 +697,8 @@ def launched(plans: Sequence[Plan]) -> list[str]:
     for runs in zip(*ranks, strict=True):
         warned = [text for run in runs for text in run.warned]
         came, error = verdict(runs), next((run.error for run in runs if run.error), "")
-        if came.startswith("lost") and warned and plans[len(found)].kind == UNEQUAL:  # on purpose, so that is no error
+        # What parts have in common, or how long they are, may be on purpose, so it is no error.
+        if came.startswith("lost") and warned and plans[len(found)].kind in {UNEQUAL, *WRONG}:
             came, error = "error", warned[0]
         found.append(
             f"warned: {warned[0]}" if came == "complete" and warned else f"error: {error}" if came == "error" else came
