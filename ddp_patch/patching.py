@@ -425,7 +425,7 @@ def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> 
         has_own_lengths=agreed.options.uneven == "keep",
         only_warns_of_lengths=getattr(by, "is_ddp_aware", None) is True,
         why_orders_differ=partial(_why_parts_are_uneven, by_name),
-        data_digest=lambda: agreed.data_digest(facts.dataset) if has_all_data else "",
+        data_digest=partial(agreed.data_digest, facts.dataset) if has_all_data else str,
         data_named=agreed.data_named,
         is_begun_by_all=agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1,
     )

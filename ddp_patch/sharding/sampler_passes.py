@@ -72,7 +72,7 @@ class SamplerPasses(Passes[T]):
             has_one_order=has_one_order,
             forgets_looks=has_one_order,
             why_orders_differ=partial(_why_orders_differ, stream.name, balancer is not None),
-            data_digest=lambda: agreed.data_digest(stream.dataset),
+            data_digest=partial(agreed.data_digest, stream.dataset),
             data_named=agreed.data_named,
         )
         super().__init__(stream.name, wrapper, agreed, batching, states, facts, rules, agreed.why_in_common)
