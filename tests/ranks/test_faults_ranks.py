@@ -30,7 +30,7 @@ def killed_before_the_patch(rank: int) -> None:
 def killed_after_its_record(rank: int) -> None:
     """Rank 1 leaves its record, so that all agree; whoever needs it afterwards finds it gone."""
     if rank == 1:
-        agreement.Agreed.__init__ = lambda *_: die()  # type: ignore[method-assign]  # after the verdict
+        agreement.Agreed.__init__ = lambda *_, **__: die()  # type: ignore[method-assign]  # after the verdict
     patched = patch_dataloader_to_ddp(loader(), timeout=TIMEOUT)
     restore_loader(patched, loader_state(patched))
 
