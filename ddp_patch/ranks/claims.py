@@ -88,6 +88,11 @@ class Claims:
         return self._open_store() is not None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the store has ever failed, so that ranks may not know what others have said."""
+        return self._failures >= 0
+
+    @property
     def is_heard(self) -> bool:
         """Whether the store is there and has not failed lately."""
         return self.is_open and self._failures <= 0
@@ -100,14 +105,17 @@ class Claims:
         self._owned(name)
         return value
 
-    def put(self, name: str, value: str) -> None:
-        """Set a value in the least time: neither the store nor the process group is asked anything."""
+    def put(self, name: str, value: str) -> bool:
+        """Set a value in the least time, without an answer; return whether the store took it."""
         key, store = self._owned(name), self._store()
         try:
-            if store is not None and not self._is_left_out():
-                store.set(key, value)
+            if store is None or self._is_left_out():
+                return False
+            store.set(key, value)
         except _STORE_ERRORS as error:
             self._fail(error)
+            return False
+        return True
 
     def value(self, name: str) -> str | None:
         """Return what is set now; None if nothing is. Whoever asks a store to get that would wait."""

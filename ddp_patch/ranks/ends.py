@@ -86,7 +86,7 @@ class Ends:
             if is_over or monotonic() - looked_s > _LOOK_S:
                 looked_s = monotonic()
                 missing, why = _without(claims, number, made)
-                if is_over or why:
+                if is_over or why or not missing:
                     break
             sleep(10 * _AGAIN_S)
             self.all_begun = claims.hear()

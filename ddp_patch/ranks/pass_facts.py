@@ -469,6 +469,8 @@ class PassMonitor:
         is_compared = self.rules.is_begun_by_all and begun.word.slack == begun.progress().slack == 0
         if claims is None or number is None or not is_compared or self.ends.all_begun >= number:
             return
+        if claims.has_failed and not claims.put(f"begun/{claims.rank}", f"{number}"):
+            return  # others may know as little of this rank as it does of them
         is_main = made is not None and self._thread == main_thread().ident
         missing, why = self.ends.missing(claims, number, made[self._whose] if made is not None and is_main else None)
         if not missing:
