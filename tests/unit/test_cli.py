@@ -163,6 +163,7 @@ NO_OPTION = {
     "rank": "the audit gives every rank its own",
     "num_replicas": "is --world-size",
     "process_group": "is made for the audit",
+    "fingerprint": "compares the data of real ranks",
     "device_mesh": "is a set-up of groups, which are of real ranks",
     "timeout": "is of real ranks",
 }
