@@ -64,7 +64,7 @@ def many(rank: int, world_size: int) -> int:
     return before - alone
 
 
-@pytest.mark.parametrize("world_size", [8, soaked(32)])
+@pytest.mark.parametrize("world_size", [4, soaked(8), soaked(32)])
 def test_ranks_leave_no_file_open(world_size: int) -> None:
     """And have few connections beside those of the user's own group."""
     assert max(run_ranks(many, world_size)) <= 10 + 2 * math.log2(world_size)
