@@ -6,8 +6,8 @@ Both are tries, with random numbers held still: what they change is put back, an
 import gc
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ddp_patch.compat.private_torch import DispatchMode, argument_names
 from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.running.calls import Called, Calls, Form, Given, original_call, rows_of, size_of
 from ddp_patch.running.divided import Layout, Part, cut, layouts_of, substituted
-from ddp_patch.running.lockstep import GivenUp, Lockstep, apart
+from ddp_patch.running.lockstep import GivenUp, apart
+from ddp_patch.running.random_numbers import Still, eager
 from ddp_patch.running.trees import PLAIN, State, leaves_of, tensors_in
 
 __all__ = ["compared"]
@@ -66,6 +66,8 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
     """
     reasons, before = list[str](), called.latest
     tries = _Tries(calls, called, given, State(given.modules), GlobalState.capture().copied())
+    is_collecting = gc.isenabled()
+    gc.disable()  # so that what is held in cycles of references counts as what is held, whenever they are collected
     of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     try:
         whole = tries.made(None, form)
@@ -92,6 +94,8 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
         tries.numbers.install()
         called.latest = before
         torch.clear_autocast_cache()
+        if is_collecting:
+            gc.enable()
         if of_cuda:
             torch.cuda.set_rng_state_all(of_cuda)
 
@@ -119,9 +123,18 @@ class _Tries:
         parameters, tensors = {each: _copied(each) for each in names}, [*map(_copied, self.given.tensors)]
         args, options = self.given.with_tensors(tensors)
         given = replace(self.given, args=args, options=options, tensors=tensors)
-        made, printed, began, still = _Try(), io.StringIO(), time.perf_counter(), _Still(self.calls.lockstep)
+        made, printed, began, refs = _Try(), io.StringIO(), time.perf_counter(), list[ref[torch.Tensor]]()
+
+        def note(func: Any, args: Any, result: Any, is_drawn: bool) -> None:
+            if self.calls.lockstep.is_exchanging:
+                return  # of which the group's threads may hold tensors for a moment
+            made.counts = made.counts or (not is_drawn and _counts(func, args))
+            found = result if isinstance(result, list | tuple) else [result]
+            new = (each for each in found if isinstance(each, torch.Tensor) and not any(each is arg for arg in args))
+            refs.extend(map(ref, new))
+
         # The hooks around the call see no tries, and compiled code would draw numbers that nobody holds still.
-        with redirect_stdout(printed), still, saved_tensors_hooks(_as_it_is, _as_it_is), _eager():
+        with redirect_stdout(printed), Still(note), saved_tensors_hooks(_as_it_is, _as_it_is), eager():
             try:
                 output = self._called(part, form, given, parameters, made, whole)
                 made.why = made.why or _derived(output, [*parameters.values(), *tensors], is_whole=part is None)
@@ -131,7 +144,7 @@ class _Tries:
                 made.why = f"it raises {type(error).__name__}"
         if made.why:
             return made
-        made.seconds, made.counts = time.perf_counter() - began, still.counts
+        made.seconds = time.perf_counter() - began
         made.output = [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in leaves_of(output)]
         made.gradients = {f"the gradient of {names[each]}": other.grad for each, other in parameters.items()}
         made.gradients |= {f"the gradient of argument {at}": each.grad for at, each in enumerate(tensors)}
@@ -147,13 +160,10 @@ class _Tries:
         self.called.latest = None, {}
         torch.clear_autocast_cache()
         del output, args, options, given
-        own = [
-            *self.state.tensors,
-            *parameters.values(),
-            *tensors,
-            *(each.grad for each in (*parameters.values(), *tensors)),
-        ]
-        made.kept = still.alive({*map(id, own)})
+        grads = [each.grad for each in (*parameters.values(), *tensors)]
+        known = {*map(id, (*self.state.tensors, *parameters.values(), *tensors, *grads))}
+        alive = {id(each): each for each in (one() for one in refs) if each is not None and id(each) not in known}
+        made.kept = [*alive.values()]
         if any(each.requires_grad for each in made.kept):
             made.why = "it leaves a tensor that requires a gradient elsewhere than in what it returns"
         made.kept = [each.detach().clone() for each in made.kept]
@@ -245,11 +255,6 @@ def _weights(root: torch.Tensor) -> torch.Tensor:
     return (1 + 0.5 * (0.7 * places).sin()).view(root.shape).to(root.dtype)
 
 
-def _eager() -> AbstractContextManager[object]:
-    stance: Callable[[str], AbstractContextManager[object]] = getattr(torch.compiler, "set_stance", nullcontext)
-    return stance("force_eager")  # of torch 2.6 and newer
-
-
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -301,51 +306,6 @@ def _are_apart(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
     return len(some) != len(others) or any(apart(a, b) > _close(a) for a, b in pairs)
 
 
-# ---- random numbers that are held still ----
-
-
-class _Still(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    """Draws numbers that do not depend on how many rows there are, and notes what is made, but for what exchanges make.
-
-    Args:
-        lockstep: Makes the exchanges.
-
-    Attributes:
-        counts: Whether a mean was taken by a number that was computed.
-    """
-
-    def __init__(self, lockstep: Lockstep) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self._lockstep = lockstep
-        self.counts: bool = False
-        self._made: list[ref[torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        if self._lockstep.is_exchanging:
-            return func(*args, **options)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            result = _drawn(func, args, options)
-        else:
-            result = func(*args, **options)
-            self.counts = self.counts or _counts(func, args)
-        for each in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(each, torch.Tensor) and not any(each is other for other in args):
-                self._made.append(ref(each))
-        return result
-
-    def alive(self, known: set[int]) -> list[torch.Tensor]:
-        """Return what was made and is still held, but for what is known."""
-
-        def found() -> list[torch.Tensor]:
-            alive = (each() for each in self._made)
-            return [each for each in alive if each is not None and id(each) not in known]
-
-        if found():
-            gc.collect()  # what is held in cycles of references alone
-        return list({id(each): each for each in found()}.values())
-
-
 def _counts(func: Any, args: Sequence[Any]) -> bool:
     """Return whether an operation takes a mean by a number that was computed, or of what it has chosen."""
     if func is aten.div.Tensor:
@@ -355,32 +315,3 @@ def _counts(func: Any, args: Sequence[Any]) -> bool:
     if func is aten.index.Tensor:
         return any(each is not None and each.dtype in {torch.bool, torch.uint8} for each in args[1])
     return func in {aten.masked_select.default, aten.nonzero.default}
-
-
-def _drawn(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Return what stands for the result of an operation that draws random numbers."""
-    name, named = func.overloadpacket.__name__, argument_names(func)
-    given = {**dict(zip(named, args, strict=False)), **options}
-    if name == "native_dropout" and given["train"] is not False:
-        mask = torch.ones_like(given["input"], dtype=torch.bool)
-        return given["input"] * (1 / (1 - given["p"]) if given["p"] < 1 else 0.0), mask
-    if any(given.get(each) for each in ("dropout_p", "dropout")):
-        given = {key: 0.0 if key in {"dropout_p", "dropout"} else value for key, value in given.items()}
-        return func(*(given.pop(each) for each in named[: len(args)]), **given)
-    if name == "multinomial":
-        places = torch.arange(given["num_samples"], device=given["self"].device) % given["self"].shape[-1]
-        return torch.sort(given["self"], dim=-1, descending=True, stable=True).indices[..., places]
-    result = func(*args, **options)
-    if name == "randperm":
-        return result.copy_(torch.arange(len(result) - 1, -1, -1))
-    if isinstance(result, torch.Tensor):
-        if "bernoulli" in name:
-            result.fill_(1)
-        elif result.is_floating_point():
-            last = result.shape[-1] if result.dim() > 1 else 1
-            low, high = (float(given.get(each) or usual) for each, usual in (("from", 0.0), ("to", 1.0)))
-            places = (torch.arange(last, device=result.device) + 0.5) / last
-            result.copy_(low + (high - low) * places.view([-1] * min(result.dim(), 1)))
-        else:
-            result.fill_(int(given.get("low") or given.get("from") or 0))
-    return result
