@@ -1,9 +1,11 @@
 """Run a script of one process on several ranks as one: all run all of it, and divide the calls of its modules."""
 
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -18,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.compat.private_torch import default_store
+from ddp_patch.compat.private_torch import default_store, read_by_parts
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.loaders.hooks import Use, called_before
 from ddp_patch.options import Options
@@ -37,6 +39,7 @@ from ddp_patch.running.loader_reports import (
 )
 from ddp_patch.running.lockstep import GivenUp, Lockstep, seed_all
 from ddp_patch.running.overlay import shadowed
+from ddp_patch.running.reading import Cut, Reading
 from ddp_patch.validation import counted
 
 __all__ = ["OneProcess"]
@@ -68,6 +71,7 @@ class OneProcess(Summary):
         super().__init__(options, only, excepted)
         self._on_error = on_error
         self._known: MutableMapping[DataLoader[Any], UsedLoader] = WeakIdKeyDictionary()
+        self._readings: MutableMapping[DataLoader[Any], Reading] = WeakIdKeyDictionary()
         self._stack = ExitStack()
         self._told: set[str] = set()
         self._has_begun = False
@@ -83,6 +87,7 @@ class OneProcess(Summary):
                 refusing = partial(self._refuse_unless_alone, name, getattr(module, name))
                 stack.enter_context(patch.object(module, name, refusing))
             stack.enter_context(called_before("__iter__", self._iterated))
+            stack.enter_context(read_by_parts(Cut, self._reading_of))
             stack.callback(register_optimizer_step_pre_hook(as_it_is(self._before_step)).remove)
             stack.callback(register_optimizer_step_post_hook(as_it_is(self._after_step)).remove)
             stack.enter_context(self._calls.hooked())
@@ -137,6 +142,28 @@ class OneProcess(Summary):
             self._tell(record.line, logging.INFO)
         record.passes += 1
 
+    def _reading_of(self, loader: DataLoader[Any]) -> Reading | None:
+        """Return how the batches of a loader are read; None if that may not be divided."""
+        record = self._known.get(loader)
+        is_main = threading.current_thread() is threading.main_thread() and not self._is_off()
+        forks = (
+            not loader.num_workers or (loader.multiprocessing_context or multiprocessing).get_start_method() == "fork"
+        )
+        is_ordered = getattr(loader, "in_order", True)  # of torch 2.6 and newer
+        if record is None or record.note or self._lockstep.ranks == 1 or not (is_main and forks and is_ordered):
+            return None
+        if loader not in self._readings:
+
+            def decided(why: str) -> None:
+                record.note_fate(
+                    "whole" if why else "divided", loader, f"{'whole on every rank' if why else 'read by parts'},"
+                )
+                record.note = why
+                self._tell(record.line, logging.INFO)
+
+            self._readings[loader] = Reading(self._lockstep, f"the loader made at {record.place}", decided)
+        return self._readings[loader]
+
     @property
     def _ranks(self) -> int:
         """How many ranks there are, or will be when they are joined."""
@@ -150,7 +177,9 @@ class OneProcess(Summary):
             f"{counted(self._ranks, 'rank')} trained as one process: {counted(self._lockstep.steps, 'optimizer step')}."
         )
         if self._ranks > 1 and not any(each.divided for each in self._calls.records):
-            found.append(f"{NOT_DIVIDED}: every rank computed all, and no time was saved.")
+            is_read = any(each.fate == "divided" for each in self.records)
+            saved = "time was saved in reading alone" if is_read else "no time was saved"
+            found.append(f"{NOT_DIVIDED}: every rank computed all, and {saved}.")
         return [*found, *super().notes]
 
     def _begin(self) -> None:
