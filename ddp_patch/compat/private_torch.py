@@ -561,7 +561,8 @@ def read_by_parts(kind: Any, reading_of: Callable[[DataLoader[Any]], Any]) -> It
     """Let torch's loaders, and workers that are forked, read batches otherwise while entered.
 
     Args:
-        kind: What indices of a batch are that it reads by itself: by ``read``, of how torch reads, and the dataset.
+        kind: The indices of a batch that read it by themselves: by ``read``, which is given how torch reads samples,
+            and a whole batch, and the dataset.
         reading_of: Returns what turns batches of indices into others, and what was read into a batch; or None.
     """
     of_map = _private("torch.utils.data._utils.fetch._MapDatasetFetcher", "Reading batches by parts")
@@ -577,11 +578,15 @@ def read_by_parts(kind: Any, reading_of: Callable[[DataLoader[Any]], Any]) -> It
     def fetching(self: Any, index: Any) -> Any:
         if not isinstance(index, kind):
             return fetch(self, index)
-        made, self.collate_fn = self.collate_fn, lambda samples: samples
-        try:
-            return index.read(partial(fetch, self), made, self.dataset)
-        finally:
-            self.collate_fn = made
+
+        def samples_of(indices: Any) -> Any:
+            made, self.collate_fn = self.collate_fn, lambda samples: samples
+            try:
+                return fetch(self, indices)
+            finally:
+                self.collate_fn = made
+
+        return index.read(samples_of, partial(fetch, self), self.dataset)
 
     def follow(self: Any) -> Any:
         reading, began = getattr(self, "ddp_patch_reading", None), time.perf_counter()

@@ -90,7 +90,7 @@ class _Recorder:
         with open_file(self._folder / f"off {name}", "w"):  # past what lies over the file system
             pass
 
-    def note(self, operation: Any, args: Any, result: Any, is_drawn: bool) -> None:
+    def note(self, operation: Any, _args: Any, _result: Any, is_drawn: bool, _is_elsewhere: bool) -> None:
         if is_drawn:
             name = operation.overloadpacket.__name__
             self.off("dropout" if "dropout" in name or "bernoulli" in name else "noise")

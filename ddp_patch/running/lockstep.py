@@ -21,7 +21,7 @@ from ddp_patch.ranks.exchange import by_value, ranks_text
 from ddp_patch.running.alike import asked
 from ddp_patch.validation import counted
 
-__all__ = ["GivenUp", "Lockstep", "checksums", "seed_all"]
+__all__ = ["GivenUp", "Lockstep", "apart", "checksums", "norm_of", "seed_all"]
 
 
 # As many bytes are sent at once, as in DistributedDataParallel.
@@ -274,6 +274,12 @@ def apart(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
     a, b = (torch.where(finite, each, 0) for each in (a, b))
     far = float((a - b).norm())
     return far / max(float(a.norm()), least, 1e-300) if far else 0.0
+
+
+def norm_of(tensor: torch.Tensor) -> float:
+    """Return the norm of a tensor's finite numbers."""
+    wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return float(torch.where(wide.isfinite(), wide, 0).norm())
 
 
 def _has_nccl() -> bool:

@@ -54,17 +54,18 @@ class Still(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it u
     """Draws numbers that do not depend on how many rows there are, and moves no generator of torch's.
 
     Args:
-        note: Called with each operation, its arguments, what it returns, and whether that is drawn.
+        note: Called with each operation, its arguments, what it returns, whether that is drawn, and whether from a
+            generator that it is given.
     """
 
-    def __init__(self, note: Callable[[Any, Any, Any, bool], object]) -> None:
+    def __init__(self, note: Callable[[Any, Any, Any, bool, bool], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options, is_drawn = kwargs or {}, torch.Tag.nondeterministic_seeded in func.tags
         result = _held(func, args, options) if is_drawn else func(*args, **options)
-        self._note(func, args, result, is_drawn)
+        self._note(func, args, result, is_drawn, options.get("generator") is not None)
         return result
 
 

@@ -7,6 +7,7 @@ read by parts. A batch is then made of all its samples on every rank, by the loa
 
 import io
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ _LEAST_S = 3e-3  # to wait less for a batch is not worth a word
 
 
 class Cut(list[Any]):
-    """The indices of a batch, of which a rank reads its own; or all, to try that.
+    """The indices of a batch, of which a rank reads its own; and all, to try that.
 
     Attributes:
         own: Where its own begin and end.
@@ -36,31 +37,37 @@ class Cut(list[Any]):
     own: tuple[int, int] = (0, 0)
     is_tried: bool = False
 
-    def read(self, read: Callable[[list[Any]], Any], made: Callable[[Any], Any], dataset: Any) -> "Read":
+    def read(self, read: Callable[[list[Any]], Any], whole: Callable[[list[Any]], Any], dataset: Any) -> "Read":
         """Read samples, in a worker if there are some.
 
         Args:
             read: Reads the samples of some indices.
-            made: Makes a batch of samples.
+            whole: Reads the batch of some indices.
             dataset: What they are read from.
         """
         found, before, held = Read(self), GlobalState.capture().copied(), _held(dataset)
-        try:
-            samples = read([*self] if self.is_tried else self[slice(*self.own)])
-            if self.is_tried:
-                found.batch, samples = made(samples), samples[slice(*self.own)]
-            found.sent = torch.frombuffer(bytearray(_dumped(samples)), dtype=torch.uint8)
-            found.why = "" if type(samples) is list else "its dataset returns no list of samples"
-        except Exception as error:
-            if self.is_tried and found.batch is None:
-                raise  # as on every rank
-            found.why = f"a sample raises {type(error).__name__}, or cannot be sent"
-        if GlobalState.capture().values() != before.values():
-            found.why = "reading draws random numbers"
-        elif _held(dataset) != held:
-            found.why = "its dataset changes when it is read"
         found.before = None if get_worker_info() else before
+        if self.is_tried:
+            found.batch = whole([*self])
+            found.why = _why_whole(before, held, dataset)
+        if found.why:
+            return found  # what it changes shall not change twice
+        try:
+            samples = read(self[slice(*self.own)])
+            found.sent = torch.frombuffer(bytearray(_dumped(samples)), dtype=torch.uint8)
+            found.why = _why_whole(before, held, dataset)
+            if type(samples) is not list:
+                found.why = "its dataset returns no list of samples"
+        except Exception as error:  # noqa: BLE001 - reading the whole batch will raise it on every rank
+            found.why = f"a sample raises {type(error).__name__}, or cannot be sent"
         return found
+
+
+def _why_whole(before: GlobalState, held: list[Any], dataset: Any) -> str:
+    """Return what reading has changed, so that all ranks have to read all."""
+    if GlobalState.capture().values() != before.values():
+        return "reading draws random numbers"
+    return "" if _held(dataset) == held else "its dataset changes when it is read"
 
 
 @dataclass
@@ -118,14 +125,15 @@ class Reading:
             made: Makes a batch of samples.
             again: Reads the batch of some indices here.
         """
+        if threading.current_thread() is not threading.main_thread():  # where ranks exchange nothing
+            self._way, self._waits = "whole", [0.0] * (max(1, workers) + _MEASURED)
+            return read if not isinstance(read, Read) else self._whole(read, again)
         if isinstance(read, Read):
             return self._tried(read, made) if read.of.is_tried else self._by_parts(read, made, again)
         self._waits.append(waited)
-        if len(self._waits) == max(1, workers) + _MEASURED:
-            if self._mean(sum(self._waits[-_MEASURED:]) / _MEASURED) > _LEAST_S:
-                self._way = "tried"
-            else:
-                self._decided("nobody waits for it")
+        is_measured = len(self._waits) == max(1, workers) + _MEASURED
+        if is_measured and self._mean(sum(self._waits[-_MEASURED:]) / _MEASURED) > _LEAST_S:
+            self._way = "tried"
         return read
 
     def _mean(self, seconds: float) -> float:
@@ -159,11 +167,14 @@ class Reading:
 
     def _by_parts(self, read: Read, made: Callable[[Any], Any], again: Callable[[list[Any]], Any]) -> Any:
         samples = self._of_all(read)
-        if samples is not None:
-            return made(samples)
+        return self._whole(read, again) if samples is None else made(samples)
+
+    @staticmethod
+    def _whole(read: Read, again: Callable[[list[Any]], Any]) -> Any:
+        """Return a batch that is read whole after all, as on every rank."""
         if read.before is not None:
             read.before.install()
-        return again([*read.of])  # whole, as on every rank
+        return again([*read.of]) if read.batch is None else read.batch
 
 
 class _Pickler(pickle.Pickler):
