@@ -196,7 +196,7 @@ class _Tries:
         made.scales = [max(of_ranks) for of_ranks in zip(*norms, strict=False)]
         if not form.right:
             made.why = _laid_out(part, form, parts, whole, made.scales)
-        return output if made.why else calls.made_whole(output, part, form.layouts)
+        return output if made.why else calls.made_whole(output, part, form.layouts)[0]
 
 
 def _laid_out(part: Part, form: Form, parts: Sequence[torch.Tensor], whole: _Try, scales: Sequence[float]) -> str:

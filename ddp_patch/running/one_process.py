@@ -16,13 +16,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_patch.compat.private_torch import default_store, read_by_parts
 from ddp_patch.errors import RankMismatchError, WorldError
-from ddp_patch.loaders.hooks import Use, called_before
+from ddp_patch.loaders.hooks import called_before
 from ddp_patch.options import Options
 from ddp_patch.running.alike import alike
 from ddp_patch.running.calls import Calls
@@ -89,7 +89,6 @@ class OneProcess(Summary):
             stack.enter_context(called_before("__iter__", self._iterated))
             stack.enter_context(read_by_parts(Cut, self._reading_of))
             stack.callback(register_optimizer_step_pre_hook(as_it_is(self._before_step)).remove)
-            stack.callback(register_optimizer_step_post_hook(as_it_is(self._after_step)).remove)
             stack.enter_context(self._calls.hooked())
             if not is_started():  # else they are alike already, and the script may yet seed them
                 self._begin()
@@ -99,7 +98,7 @@ class OneProcess(Summary):
                 if isinstance(error, SystemExit) and not error.code:
                     self._finish()
                     raise
-                self._explain(error)
+                _explain(error)
                 self._on_error(error)
                 raise
             else:
@@ -109,23 +108,13 @@ class OneProcess(Summary):
         """Refuse a function that is for ranks of the script's own, if there are ranks already, or it sees none."""
         sees_none = is_hidden() and name == "init_process_group"
         if (self._ranks > 1 or sees_none) and os.getpid() == self._process:
-            self._refuse(f"calls {name}()")
+            _refuse(self._ranks, f"calls {name}()")
         return function(*args, **options)
-
-    def _refuse(self, does: str) -> NoReturn:
-        raise WorldError(
-            f"The script {does}, and it runs on {counted(self._ranks, 'rank')} as one process, which needs no ranks, "
-            "process group or averaging of its own. Leave that out; or pass --mode ranks, where each rank sees which "
-            "one it is, and trains on its shard. A script that starts its ranks itself is started without this command."
-        )
 
     def wrapped(self, name: str) -> None:
         """Refuse a model that averages gradients by itself."""
         if self._ranks > 1:
-            self._refuse(f"wraps a model in {name}")
-
-    def used(self, loader: DataLoader[Any], use: Use) -> None:
-        """Take note of a loader that is used otherwise than iterated: it is whole."""
+            _refuse(self._ranks, f"wraps a model in {name}")
 
     def _iterated(self, loader: DataLoader[Any]) -> None:
         """Note a pass over a loader."""
@@ -227,17 +216,14 @@ class OneProcess(Summary):
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         """Let gradients that ranks have computed of whole batches be the same to the bit."""
-        if self._lockstep.ranks == 1 or not self._calls.gradients_are_own:
-            return
-        self._calls.gradients_are_own = False
-        parameters = dict.fromkeys(each for group in optimizer.param_groups for each in group["params"])
-        grads = [each.grad for each in parameters if each.grad is not None and each.grad.layout == torch.strided]
-        named = [(f"gradient {at} of {type(optimizer).__name__}", each) for at, each in enumerate(grads)]
-        firsts = self._lockstep.require_alike("makes a step of an optimizer", named, _CLOSE)
-        for grad, first in zip(grads, firsts, strict=False):
-            grad.data.copy_(first)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        if self._lockstep.ranks > 1 and self._calls.gradients_are_own:
+            self._calls.gradients_are_own = False
+            parameters = dict.fromkeys(each for group in optimizer.param_groups for each in group["params"])
+            grads = [each.grad for each in parameters if each.grad is not None and each.grad.layout == torch.strided]
+            named = [(f"gradient {at} of {type(optimizer).__name__}", each) for at, each in enumerate(grads)]
+            firsts = self._lockstep.require_alike("makes a step of an optimizer", named, _CLOSE)
+            for grad, first in zip(grads, firsts, strict=False):
+                grad.data.copy_(first)
         self._lockstep.steps += 1
 
     def _finish(self) -> None:
@@ -247,12 +233,21 @@ class OneProcess(Summary):
         except GivenUp:
             raise RankMismatchError("A rank has come to its end, and another one calls a module.") from None
 
-    def _explain(self, error: BaseException) -> None:
-        """Say in an error of the script what it may not see: its rank."""
-        if isinstance(error, KeyError) and is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
-            error.add_note(
-                f"ddp_patch: as one process, the script sees no {error.args[0]}. If it needs that, pass --mode ranks."
-            )
+
+def _refuse(ranks: int, does: str) -> NoReturn:
+    raise WorldError(
+        f"The script {does}, and it runs on {counted(ranks, 'rank')} as one process, which needs no ranks, "
+        "process group or averaging of its own. Leave that out; or pass --mode ranks, where each rank sees which "
+        "one it is, and trains on its shard. A script that starts its ranks itself is started without this command."
+    )
+
+
+def _explain(error: BaseException) -> None:
+    """Say in an error of the script what it may not see: its rank."""
+    if isinstance(error, KeyError) and is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+        error.add_note(
+            f"ddp_patch: as one process, the script sees no {error.args[0]}. If it needs that, pass --mode ranks."
+        )
 
 
 def _is_initialized() -> bool:

@@ -27,12 +27,12 @@ def _put(states: list[torch.Tensor]) -> None:
 
 
 @contextmanager
-def own_numbers(rank: int, drawn: list[bool]) -> Iterator[Callable[[], bool]]:
+def own_numbers(rank: int, some_have_drawn: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
     """Let a rank draw its own numbers while entered; then all go on alike, after one number if some rank has drawn any.
 
     Args:
         rank: This rank.
-        drawn: Filled with whether some rank has drawn any, before this is left.
+        some_have_drawn: Returns in the end whether some rank has drawn any.
 
     Yields:
         Returns whether this rank has drawn any so far.
@@ -47,7 +47,7 @@ def own_numbers(rank: int, drawn: list[bool]) -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: not all(map(torch.equal, own, _states()))
     finally:
-        _put(common if any(drawn) else before)
+        _put(common if some_have_drawn() else before)
 
 
 class Still(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
