@@ -571,7 +571,8 @@ def read_by_parts(kind: Any, reading_of: Callable[[DataLoader[Any]], Any]) -> It
 
     def beginning(self: Any, loader: DataLoader[Any], *args: Any, by: Any = begin, **options: Any) -> None:
         by(self, loader, *args, **options)
-        self.ddp_patch_reading = reading_of(loader) if self._dataset_kind == 0 and self._auto_collation else None
+        is_torchs = type(self).__module__ == iterator.__module__ and self._dataset_kind == 0 and self._auto_collation
+        self.ddp_patch_reading = reading_of(loader) if is_torchs else None
         if self.ddp_patch_reading is not None:
             self._sampler_iter = self.ddp_patch_reading.indices(self._sampler_iter)
 

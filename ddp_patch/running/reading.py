@@ -23,7 +23,7 @@ from ddp_patch.running.trees import PLAIN, leaves_of
 __all__ = ["Cut", "Reading"]
 
 _MEASURED = 3  # batches, after each worker's first one, whose waits count
-_LEAST_S = 3e-3  # to wait less for a batch is not worth a word
+_LEAST_S = 1e-2  # to wait less for a batch is not worth a word
 
 
 class Cut(list[Any]):
@@ -102,6 +102,7 @@ class Reading:
         self._lockstep, self._doing, self._decided = lockstep, f"reads a batch of {loader}", decided
         self._way = "whole"  # then "tried", and "by parts"
         self._waits: list[float] = []
+        self._wait = 0.0
 
     def indices(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield what is to be read of batches of indices."""
@@ -131,9 +132,11 @@ class Reading:
         if isinstance(read, Read):
             return self._tried(read, made) if read.of.is_tried else self._by_parts(read, made, again)
         self._waits.append(waited)
-        is_measured = len(self._waits) == max(1, workers) + _MEASURED
-        if is_measured and self._mean(sum(self._waits[-_MEASURED:]) / _MEASURED) > _LEAST_S:
-            self._way = "tried"
+        if len(self._waits) == max(1, workers) + _MEASURED:
+            last = self._waits[-_MEASURED:]
+            # Batches of workers come together. Else the machine may have done something else meanwhile.
+            self._wait = self._mean(sum(last) / _MEASURED if workers else min(last))
+            self._way = "tried" if self._wait > _LEAST_S else self._way
         return read
 
     def _mean(self, seconds: float) -> float:
@@ -150,7 +153,7 @@ class Reading:
             why = "its samples are not the same on every rank, or not when they were sent"
         cost = self._mean(time.perf_counter() - began)
         why = next(filter(None, self._lockstep.gathered(why)), "")
-        saved = self._mean(sum(self._waits[-_MEASURED:]) / _MEASURED) * (1 - 1 / self._lockstep.ranks)
+        saved = self._wait * (1 - 1 / self._lockstep.ranks)
         if not why and cost > saved:
             why = f"sending would take {1e3 * cost:.0f} ms, and save {1e3 * saved:.0f} ms"
         self._way = "whole" if why else "by parts"
