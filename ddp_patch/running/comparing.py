@@ -87,7 +87,7 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
             parts = tries.made(part, tried, whole)
             counts = whole.counts and any(each.kind == "mean" for each in tried.layouts)
             why = "it returns a mean by a number that it has computed" if counts else _difference(whole, parts)
-            if not (why or form.right) and _are_apart(whole.kept, parts.kept):
+            if not (why or form.right) and not _are_alike(whole.kept, parts.kept):
                 why = "it leaves a tensor elsewhere than in what it returns"
             reasons.append(tries.agreed(parts.why or why))
             if not reasons[-1]:
@@ -316,12 +316,9 @@ def _are_alike(some: Any, others: Any) -> bool:
         return isinstance(others, torch.Tensor) and apart(some, others) <= _close(some)
     if isinstance(some, dict):
         return all(_are_alike(each, others.get(name)) for name, each in some.items())
+    if isinstance(some, list):
+        return len(some) == len(others) and all(map(_are_alike, some, others))
     return bool(some == others)
-
-
-def _are_apart(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    pairs = zip(some, others, strict=False)
-    return len(some) != len(others) or any(apart(a, b) > _close(a) for a, b in pairs)
 
 
 def _counts(func: Any, args: Sequence[Any]) -> bool:

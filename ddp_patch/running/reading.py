@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ddp_patch.orders.random_states import GlobalState
+from ddp_patch.running.loader_reports import unpatched
 from ddp_patch.running.lockstep import Lockstep
 from ddp_patch.running.trees import PLAIN, leaves_of
 
@@ -37,6 +38,7 @@ class Cut(list[Any]):
     own: tuple[int, int] = (0, 0)
     is_tried: bool = False
 
+    @unpatched()  # modules that a dataset calls are called otherwise often on each rank
     def read(self, read: Callable[[list[Any]], Any], whole: Callable[[list[Any]], Any], dataset: Any) -> "Read":
         """Read samples, in a worker if there are some.
 

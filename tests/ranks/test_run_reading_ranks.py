@@ -25,6 +25,7 @@ class Slow(Dataset[Any]):
     def __init__(self, does: str = "", wait: float = WAIT_S) -> None:
         self.does, self.wait = does, wait
         self.seen: list[int] = []
+        self.layer = torch.nn.Linear(2, 1)
 
     def __len__(self) -> int:
         return 90
@@ -35,6 +36,8 @@ class Slow(Dataset[Any]):
             self.seen.append(index)
         if self.does == "draws" or (self.does == "draws later" and index > 60):
             random.random()
+        if self.does == "calls":
+            self.layer(torch.ones(1, 2))
         if self.does == "fails" and index == 70:
             raise LookupError("of a sample")
         row = torch.arange(float(index % 5))
@@ -82,6 +85,7 @@ READ: dict[str, tuple[Slow, dict[str, Any], str]] = {
     "with random transforms of some samples": (Slow("draws later"), {"shuffle": False}, "read by parts"),
     "and noted by the dataset": (Slow("notes"), {}, "its dataset changes when it is read"),
     "in a thread": (Slow(), {}, "whole on every rank"),
+    "by a module": (Slow("calls"), {}, "read by parts"),
     "at once": (Slow(wait=0.0), {}, "whole on every rank"),
 }
 
@@ -113,7 +117,7 @@ def read(rank: int, world_size: int) -> dict[str, Any]:
         least = 1e9 if name == "at once" else 0.0  # on a machine that is busy, all takes a while
         with patch.object(reading, "_LEAST_S", least), autopatch(as_one_process=True):
             kind = Ahead if name == "in a thread" else DataLoader
-            loader = kind(dataset, batch_size=8, collate_fn=padded, **{"shuffle": True, **options})
+            loader = kind(dataset, batch_size=7, collate_fn=padded, **{"shuffle": True, **options})
             found[name] = passes(loader), told.text, len(dataset.seen)
         logger.removeHandler(told)
     return found
