@@ -145,6 +145,8 @@ class Trial:
 def tried(script: Script, checkouts: Path, *, quick: bool) -> Found:
     """Run a script on one rank and on several, still and as it is, and return what was found."""
     found = Found(f"{script.repository}: {script.path}", "right")
+    if not (checkouts / script.repository / script.path).exists():
+        return Found(found.script, "not run", ["There is no checkout of it."])
     with tempfile.TemporaryDirectory() as temporary:
         trial = Trial(script, checkouts, Path(temporary))
         for still in (True,) if quick else (True, False):

@@ -972,6 +972,86 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
             fit(model, lambda a, b: F.cross_entropy(model(a, compares=True), b), optimizer)
         """,
     ),
+    "noise of a generator of the script's own": (
+        "a generator of the script's own",
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.own = net(), torch.Generator().manual_seed(3)
+
+            def forward(self, a):
+                return self.inner(a + 0.1 * torch.randn(a.shape, generator=self.own))
+
+        model = Net()
+        fit(model, lambda a, b: F.cross_entropy(model(a), b))
+        found.append(torch.rand(3, generator=model.own))
+        """,
+    ),
+    "noise of numpy's, by a generator in the module": (
+        "a generator that it holds",
+        """
+        import numpy as np
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.own = net(), np.random.default_rng(3)
+
+            def forward(self, a):
+                return self.inner(a + torch.from_numpy(self.own.normal(size=a.shape)))
+
+        model = Net()
+        fit(model, lambda a, b: F.cross_entropy(model(a), b))
+        found.append(model.own.random())
+        """,
+    ),
+    "a loss that is nearly 0, of parts that are not": (
+        "divided",
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(8, 1, bias=False)
+
+            def forward(self, a, aim):
+                return self.inner(a).mean() - aim
+
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for step in range(9):
+            rows = x[step : step + 12]
+            optimizer.zero_grad()
+            loss = model(rows, (rows @ model.inner.weight.detach().T).mean() + 1e-15)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        """,
+    ),
+    "a gradient that is wrong by parts, and a billionth of the others": (
+        "the gradient of small.weight differs",
+        """
+        class Wrong(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, rows):
+                return rows.clone()
+
+            @staticmethod
+            def backward(ctx, slopes):
+                return slopes * len(slopes)
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.small = net(), nn.Linear(8, 2, bias=False)
+
+            def forward(self, a):
+                return self.inner(a) + 1e-11 * Wrong.apply(self.small(a))
+
+        model = Net()
+        fit(model, lambda a, b: F.cross_entropy(model(a), b), torch.optim.SGD(model.parameters(), 0.1))
+        """,
+    ),
     "noise that is drawn outside": (
         "divided",
         """

@@ -6,10 +6,12 @@ Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0, whose loaders a
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial, partialmethod
 from itertools import count
 from pkgutil import resolve_name
 from traceback import walk_tb
@@ -56,6 +58,7 @@ __all__ = [
     "length_not_noted",
     "noted_worker_info",
     "rank_noted",
+    "read_by_parts",
     "replace_worker_seed",
     "root_mesh",
     "tables_of",
@@ -551,3 +554,53 @@ def items_changed(item_of: Callable[[Any, Any], Any], change: Callable[[Any], An
 def times_written(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written in place; 0 for one of which torch does not count that."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def read_by_parts(kind: Any, reading_of: Callable[[DataLoader[Any]], Any]) -> Iterator[None]:
+    """Let torch's loaders, and workers that are forked, read batches otherwise while entered.
+
+    Args:
+        kind: The indices of a batch that read it by themselves: by ``read``, which is given how torch reads samples,
+            and a whole batch, and the dataset.
+        reading_of: Returns what turns batches of indices into others, and what was read into a batch; or None.
+    """
+    of_map = _private("torch.utils.data._utils.fetch._MapDatasetFetcher", "Reading batches by parts")
+    iterator: Any = _BaseDataLoaderIter
+    begin, reset, following, fetch = iterator.__init__, iterator._reset, iterator.__next__, of_map.fetch
+
+    def beginning(self: Any, loader: DataLoader[Any], *args: Any, by: Any = begin, **options: Any) -> None:
+        by(self, loader, *args, **options)
+        is_torchs = type(self).__module__ == iterator.__module__ and self._dataset_kind == 0 and self._auto_collation
+        self.ddp_patch_reading = reading_of(loader) if is_torchs else None
+        if self.ddp_patch_reading is not None:
+            self._sampler_iter = self.ddp_patch_reading.indices(self._sampler_iter)
+
+    def fetching(self: Any, index: Any) -> Any:
+        if not isinstance(index, kind):
+            return fetch(self, index)
+
+        def samples_of(indices: Any) -> Any:
+            made, self.collate_fn = self.collate_fn, lambda samples: samples
+            try:
+                return fetch(self, indices)
+            finally:
+                self.collate_fn = made
+
+        return index.read(samples_of, partial(fetch, self), self.dataset)
+
+    def follow(self: Any) -> Any:
+        reading, began = getattr(self, "ddp_patch_reading", None), time.perf_counter()
+        read = following(self)
+        if reading is None:
+            return read
+        again = of_map(self._dataset, True, self._collate_fn, self._drop_last).fetch
+        return reading.batch(read, time.perf_counter() - began, self._num_workers, self._collate_fn, again)
+
+    with (
+        patch.object(iterator, "__init__", beginning),
+        patch.object(iterator, "_reset", partialmethod(beginning, by=reset)),
+        patch.object(iterator, "__next__", follow),
+        patch.object(of_map, "fetch", fetching),
+    ):
+        yield

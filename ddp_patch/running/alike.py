@@ -39,6 +39,7 @@ _PACKAGES = ("site-packages", "dist-packages")  # which may lie in a folder of t
 # Between the script and ``Answers`` stand functions of these files.
 _BETWEEN = {__file__, str(entropy.__file__)}
 _OF_RUNTIME = {"asyncio", "concurrent", "importlib", "multiprocessing"}  # of Python's library
+_OF_CACHES = {"matplotlib"}  # packages that fill a cache of all ranks, which the next rank then finds
 
 # What describes a rank's own machine, or the rank, in the environment: how names begin.
 _OF_MACHINE = (
@@ -196,7 +197,7 @@ def _asker(frame: FrameType | None) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         is_library = file.startswith(_LIBRARY) and not any(name in file for name in _PACKAGES)
-        if is_library and str(frame.f_globals.get("__name__")).partition(".")[0] in _OF_RUNTIME:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in (_OF_RUNTIME if is_library else _OF_CACHES):
             return ""
         if not (is_library or file in _BETWEEN or file.startswith("<frozen")):
             return "" if file.startswith(OURS) else f"{os.path.basename(file)}:{frame.f_lineno}"

@@ -37,7 +37,7 @@ from ddp_patch.running.divided import (
 )
 from ddp_patch.running.loader_reports import is_off
 from ddp_patch.running.lockstep import GivenUp, Lockstep
-from ddp_patch.running.random_numbers import OwnNumbers, own_numbers
+from ddp_patch.running.random_numbers import own_numbers
 from ddp_patch.running.trees import PLAIN, State, mapped, tensors_in
 from ddp_patch.validation import counted
 
@@ -283,13 +283,14 @@ class Calls:
         """Make a call by parts; whole, if that fails on any rank."""
         part = Part(self.lockstep, f"calls {called.name}", size_of(given.tensors, form.rows))
         state = State(given.modules) if form.changes else None
-        with own_numbers(self.lockstep.rank) as numbers:
+        has_drawn = False
+        with own_numbers(self.lockstep.rank, lambda: has_drawn) as are_drawn:
             try:
                 output, others = self.by_parts(given, part, form.rows)
                 if part.inner != form.inner:
                     self.error = "something that sees the whole batch is compiled, or not always computed"
                     self._failed(part)
-                result = self.made_whole(output, part, form.layouts, numbers)
+                result, has_drawn = self.made_whole(output, part, form.layouts, are_drawn())
             except GivenUp:
                 others, result = {}, _NOTHING
         if result is _NOTHING:
@@ -299,7 +300,7 @@ class Calls:
             return self._whole(called, given, form.why_whole)
         called.latest = (part, others) if torch.is_grad_enabled() else called.latest
         called.divided += 1
-        if numbers.has_drawn and not form.draws:
+        if has_drawn and not form.draws:
             form.draws = True
             self.tell(f"{called.place} {called.name}: calls are divided, {_DRAWN}.")
         return result
@@ -355,8 +356,19 @@ class Calls:
         self.lockstep.meet(part.doing, has_failed=True)
         raise AssertionError  # a rank has failed
 
-    def made_whole(self, output: Any, part: Part, layouts: Sequence[Layout], numbers: OwnNumbers | None = None) -> Any:
-        """Return what a call returns, of what its parts return.
+    def made_whole(
+        self, output: Any, part: Part, layouts: Sequence[Layout], has_drawn: bool | None = None
+    ) -> tuple[Any, bool]:
+        """Make of what its parts return what a call returns.
+
+        Args:
+            output: What this rank's part returns.
+            part: Which rows these are.
+            layouts: How the parts of each tensor make up the whole.
+            has_drawn: Whether this rank has drawn random numbers. None: this is a try, of which nobody asks.
+
+        Returns:
+            What the call returns, and whether some rank has drawn random numbers.
 
         Raises:
             GivenUp: These have other shapes than they had, or some part raised an error.
@@ -365,18 +377,16 @@ class Calls:
         self.error = "its parts return something of another shape than before"
         if len(parts) != len(layouts):
             self._failed(part)
-        has_drawn = torch.tensor([numbers is not None and numbers.are_drawn], dtype=torch.uint8)
-        flag, rows = has_drawn.to(parts[0].device) if parts else has_drawn, part.sizes[self.lockstep.rank]
-        late = [] if numbers is None else _late(parts, layouts)
+        flag, rows = torch.tensor([bool(has_drawn)], dtype=torch.uint8), part.sizes[self.lockstep.rank]
+        flag = flag.to(parts[0].device) if parts else flag
+        late = [] if has_drawn is None else _late(parts, layouts)
         part.late = tuple(size for at in late for size in sizes_of(parts[at], layouts[at], rows))
         now = [at for at in range(len(parts)) if at not in late]
         *wholes, drawn = gather(part, [*(layouts[at] for at in now), Layout("sum")], *(parts[at] for at in now), flag)
         part.late = ()
-        if numbers is not None:
-            numbers.has_drawn = bool(drawn)
         found = dict(zip(now, wholes, strict=True)) | {at: Later.of(part, layouts[at], parts[at]) for at in late}
         places = iter(range(len(parts)))
-        return mapped(output, lambda _: found[next(places)], objects=True)
+        return mapped(output, lambda _: found[next(places)], objects=True), bool(drawn)
 
     def _compare(self, called: Called, form: Form, given: Given) -> None:
         from ddp_patch.running.comparing import compared  # which imports this module

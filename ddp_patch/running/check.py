@@ -13,10 +13,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,8 +24,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -34,6 +32,7 @@ from ddp_patch.compat.private_torch import items_changed
 from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.running.launch import ALONE, made_equal
 from ddp_patch.running.overlay import open_file
+from ddp_patch.running.random_numbers import Still, eager
 from ddp_patch.validation import counted
 
 __all__ = ["RECORDING", "check", "recorded"]
@@ -46,44 +45,10 @@ _CLOSE_TEXT = 1e-3  # of a number that is printed, and rounded for that
 _CLOSE = {True: 1e-8, False: 1e-3}  # how far apart steps may be, in double precision and in single
 _LAST_LINES = 12
 _MOST_NUMBERS = 2**14  # of each tensor; of larger ones, so many at equal distances, and the mean of all
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _save = torch.save
 
 
 # ---- what each rank records ----
-
-
-def _still(
-    function: Any, arguments: dict[str, tuple[int, float]], value: float, off: Callable[[], object]
-) -> Callable[..., Any]:
-    """Return a function in the place of another one, which it calls with the first of some arguments switched off.
-
-    Args:
-        function: The other one.
-        arguments: By their names: their places, and what they are if they are not given. If one is false, it is off.
-        value: What switches it off.
-        off: Notes that it was on.
-    """
-    name, (at, _) = next(iter(arguments.items()))
-
-    def call(*args: Any, **options: Any) -> Any:
-        given = [args[at] if len(args) > at else options.get(name, usual) for name, (at, usual) in arguments.items()]
-        if not all(given) or (len(args) > 1 and args[1] is None):  # the statistics of batch normalisation without any
-            return function(*args, **options)
-        off()
-        if len(args) > at:
-            return function(*args[:at], value, *args[at + 1 :], **options)
-        return function(*args, **{**options, name: value})
-
-    return call
-
-
-# What is random: of what, under which name; what switches it off; and how that is told.
-_SWITCHED_OFF: list[tuple[Any, str, dict[str, tuple[int, float]], float, str]] = [
-    *((functional, name, {"p": (1, 0.5), "training": (2, True)}, 0.0, "dropout") for name in _DROPOUTS),
-    (functional, "scaled_dot_product_attention", {"dropout_p": (4, 0.0)}, 0.0, "dropout"),
-    (torch.autocast, "__init__", {"enabled": (3, True)}, False, "autocast"),
-]
 
 
 class _Recorder:
@@ -102,6 +67,7 @@ class _Recorder:
         self.steps: list[dict[str, Any]] = []
         self._folder, self._most = folder, most
         self._names: dict[torch.Tensor, str] = {}
+        self._calls: list[Still] = []
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         parameters, names = [each for group in optimizer.param_groups for each in group["params"]], self._names
@@ -124,16 +90,18 @@ class _Recorder:
         with open_file(self._folder / f"off {name}", "w"):  # past what lies over the file system
             pass
 
-    def drawn(self, value: float, data: torch.Tensor, **options: Any) -> torch.Tensor:
-        self.off("noise")
-        return torch.full_like(data, value, **options)
+    def note(self, operation: Any, _args: Any, _result: Any, is_drawn: bool, _is_elsewhere: bool) -> None:
+        if is_drawn:
+            name = operation.overloadpacket.__name__
+            self.off("dropout" if "dropout" in name or "bernoulli" in name else "noise")
 
     def before_forward(self, module: nn.Module, _args: Any) -> None:
         if not all(each in self._names for each in module.parameters()):  # the outermost module is called first
             self._names |= {each: name for name, each in module.named_parameters() if each not in self._names}
-        if isinstance(module, nn.RNNBase) and module.training and module.dropout:
-            self.off("dropout")
-            module.dropout = 0.0
+        self._calls.append(Still(self.note).__enter__())  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+
+    def after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._calls.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as above
 
     def item_of(self, dataset: Any, index: Any) -> Any:
         """Return an item of a dataset, whose random numbers follow from its index."""
@@ -158,21 +126,23 @@ def recorded(folder: Path, rank: int, steps: int) -> Iterator[None]:
         steps: How many steps of optimizers.
     """
     recorder, is_double = _Recorder(folder, steps), folder.name.endswith("double")
-    places: list[tuple[Any, str, Any]] = [
-        *((torch, name, partial(recorder.drawn, value)) for name, value in (("randn_like", 0.0), ("rand_like", 0.5))),
-        *(
-            (owner, name, _still(getattr(owner, name), arguments, value, partial(recorder.off, told)))
-            for owner, name, arguments, value, told in _SWITCHED_OFF
-        ),
-    ]
+    begin = torch.autocast.__init__
+
+    def without_autocast(self: torch.autocast, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        if self._enabled:
+            recorder.off("autocast")
+        self._enabled = False
+
     with ExitStack() as stack:
-        for owner, name, ours in places:
-            stack.enter_context(patch.object(owner, name, ours))
+        stack.enter_context(eager())
+        stack.enter_context(patch.object(torch.autocast, "__init__", without_autocast))
         stack.enter_context(items_changed(recorder.item_of, _double if is_double else lambda item: item))
         if is_double:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
         stack.callback(register_module_forward_pre_hook(recorder.before_forward).remove)
+        stack.callback(register_module_forward_hook(recorder.after_forward, always_call=True).remove)
         stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
         try:
             yield

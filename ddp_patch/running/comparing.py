@@ -6,8 +6,8 @@ Both are tries, with random numbers held still: what they change is put back, an
 import gc
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ddp_patch.compat.private_torch import DispatchMode, argument_names
-from ddp_patch.orders.random_states import GlobalState
+from ddp_patch.orders.random_states import GlobalState, generator_states, set_generator_states
 from ddp_patch.running.calls import Called, Calls, Form, Given, original_call, rows_of, size_of
 from ddp_patch.running.divided import Layout, Part, cut, layouts_of, substituted
-from ddp_patch.running.lockstep import GivenUp, Lockstep, apart
+from ddp_patch.running.lockstep import GivenUp, apart, norm_of
+from ddp_patch.running.random_numbers import Still, eager
 from ddp_patch.running.trees import PLAIN, State, leaves_of, tensors_in
 
 __all__ = ["compared"]
@@ -29,7 +29,9 @@ aten: Any = torch.ops.aten
 # How far apart a call may be by parts, as a part of the norm; gradients ten times as far.
 _CLOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 _CLOSE_HALF = 2e-2
-_LEAST = 1e-2  # of the norm of all gradients: a smaller one counts as that large, as that of a bias before batch norm
+# How far a gradient may always be, of the norm of all: that of a bias before batch normalisation is rounding alone.
+_ROUNDINGS = 64  # of this many roundings of numbers; six were seen
+_ROUNDING_HALF = 2e-3
 _UNDECIDED = "what it returns is 0"
 
 
@@ -44,6 +46,7 @@ class _Try:
         kept: Tensors that are held elsewhere afterwards.
         counts: Whether it took a mean by a number that it has computed.
         inner: How often something within it saw the whole batch.
+        scales: The largest norm of a rank's part of each tensor that it returns: they may add up to nearly 0.
         seconds: How long it took.
         why: Why this call cannot be divided.
     """
@@ -54,6 +57,7 @@ class _Try:
     kept: list[torch.Tensor] = field(default_factory=list)
     counts: bool = False
     inner: int = 0
+    scales: list[float] = field(default_factory=list)
     seconds: float = 0.0
     why: str = ""
 
@@ -66,9 +70,15 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
     """
     reasons, before = list[str](), called.latest
     tries = _Tries(calls, called, given, State(given.modules), GlobalState.capture().copied())
+    is_collecting = gc.isenabled()
+    gc.disable()  # so that what is held in cycles of references counts as what is held, whenever they are collected
     of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     try:
+        held = generator_states(given.modules)
         whole = tries.made(None, form)
+        if generator_states(given.modules) != held:
+            set_generator_states(given.modules, held)
+            whole.why = whole.why or "it draws from a generator that it holds"
         if why := tries.agreed(whole.why):
             return why
         for rows in [form.rows] if form.right else rows_of(given.tensors, calls.lockstep.ranks):
@@ -77,7 +87,7 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
             parts = tries.made(part, tried, whole)
             counts = whole.counts and any(each.kind == "mean" for each in tried.layouts)
             why = "it returns a mean by a number that it has computed" if counts else _difference(whole, parts)
-            if not (why or form.right) and _are_apart(whole.kept, parts.kept):
+            if not (why or form.right) and not _are_alike(whole.kept, parts.kept):
                 why = "it leaves a tensor elsewhere than in what it returns"
             reasons.append(tries.agreed(parts.why or why))
             if not reasons[-1]:
@@ -92,6 +102,8 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
         tries.numbers.install()
         called.latest = before
         torch.clear_autocast_cache()
+        if is_collecting:
+            gc.enable()
         if of_cuda:
             torch.cuda.set_rng_state_all(of_cuda)
 
@@ -115,13 +127,23 @@ class _Tries:
         self.state.put_back()
         self.numbers.install()
         torch.default_generator.manual_seed(0)
-        names = {each: f"{type(module).__name__}.{name}" for module, name, each in self.given.slots}
+        names = {each: name for name, each in self.given.module.named_parameters()}
         parameters, tensors = {each: _copied(each) for each in names}, [*map(_copied, self.given.tensors)]
         args, options = self.given.with_tensors(tensors)
         given = replace(self.given, args=args, options=options, tensors=tensors)
-        made, printed, began, still = _Try(), io.StringIO(), time.perf_counter(), _Still(self.calls.lockstep)
+        made, printed, began, refs = _Try(), io.StringIO(), time.perf_counter(), list[ref[torch.Tensor]]()
+
+        def note(func: Any, args: Any, result: Any, is_drawn: bool, draws_elsewhere: bool) -> None:
+            if self.calls.lockstep.is_exchanging:
+                return  # of which the group's threads may hold tensors for a moment
+            made.counts = made.counts or (not is_drawn and _counts(func, args))
+            made.why = "it draws from a generator of the script's own" if draws_elsewhere else made.why
+            found = result if isinstance(result, list | tuple) else [result]
+            new = (each for each in found if isinstance(each, torch.Tensor) and not any(each is arg for arg in args))
+            refs.extend(map(ref, new))
+
         # The hooks around the call see no tries, and compiled code would draw numbers that nobody holds still.
-        with redirect_stdout(printed), still, saved_tensors_hooks(_as_it_is, _as_it_is), _eager():
+        with redirect_stdout(printed), Still(note), saved_tensors_hooks(_as_it_is, _as_it_is), eager():
             try:
                 output = self._called(part, form, given, parameters, made, whole)
                 made.why = made.why or _derived(output, [*parameters.values(), *tensors], is_whole=part is None)
@@ -131,7 +153,7 @@ class _Tries:
                 made.why = f"it raises {type(error).__name__}"
         if made.why:
             return made
-        made.seconds, made.counts = time.perf_counter() - began, still.counts
+        made.seconds = time.perf_counter() - began
         made.output = [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in leaves_of(output)]
         made.gradients = {f"the gradient of {names[each]}": other.grad for each, other in parameters.items()}
         made.gradients |= {f"the gradient of argument {at}": each.grad for at, each in enumerate(tensors)}
@@ -147,13 +169,10 @@ class _Tries:
         self.called.latest = None, {}
         torch.clear_autocast_cache()
         del output, args, options, given
-        own = [
-            *self.state.tensors,
-            *parameters.values(),
-            *tensors,
-            *(each.grad for each in (*parameters.values(), *tensors)),
-        ]
-        made.kept = still.alive({*map(id, own)})
+        grads = [each.grad for each in (*parameters.values(), *tensors)]
+        known = {*map(id, (*self.state.tensors, *parameters.values(), *tensors, *grads))}
+        alive = {id(each): each for each in (one() for one in refs) if each is not None and id(each) not in known}
+        made.kept = [*alive.values()]
         if any(each.requires_grad for each in made.kept):
             made.why = "it leaves a tensor that requires a gradient elsewhere than in what it returns"
         made.kept = [each.detach().clone() for each in made.kept]
@@ -172,12 +191,15 @@ class _Tries:
         made.inner = part.inner
         self.called.latest = part, others
         part.lockstep.meet(part.doing)  # where another rank may say that it has failed
+        parts = tensors_in(output, objects=True)
+        norms = part.lockstep.gathered([*map(norm_of, parts)])
+        made.scales = [max(of_ranks) for of_ranks in zip(*norms, strict=False)]
         if not form.right:
-            made.why = _laid_out(part, form, tensors_in(output, objects=True), whole)
-        return output if made.why else calls.made_whole(output, part, form.layouts)
+            made.why = _laid_out(part, form, parts, whole, made.scales)
+        return output if made.why else calls.made_whole(output, part, form.layouts)[0]
 
 
-def _laid_out(part: Part, form: Form, parts: Sequence[torch.Tensor], whole: _Try) -> str:
+def _laid_out(part: Part, form: Form, parts: Sequence[torch.Tensor], whole: _Try, scales: Sequence[float]) -> str:
     """Find how the parts make up the whole; return why they do not, if so. All ranks find the same."""
     begin, end = part.bounds[part.lockstep.rank :][:2]
     wholes = [each for each in whole.output if isinstance(each, torch.Tensor)]
@@ -198,7 +220,7 @@ def _laid_out(part: Part, form: Form, parts: Sequence[torch.Tensor], whole: _Try
             else:
                 weight = (end - begin) / part.n if layout.kind == "mean" else 1.0
                 (total,) = part.lockstep.sum(part.doing, [b.to(torch.float64) * weight]) or [b]
-                far = apart(a.to(torch.float64), total)
+                far = apart(a.to(torch.float64), total, scales[at])
             far = max(part.lockstep.gathered(far))
             found.append((far, layout))
             if far <= _close(a):
@@ -245,11 +267,6 @@ def _weights(root: torch.Tensor) -> torch.Tensor:
     return (1 + 0.5 * (0.7 * places).sin()).view(root.shape).to(root.dtype)
 
 
-def _eager() -> AbstractContextManager[object]:
-    stance: Callable[[str], AbstractContextManager[object]] = getattr(torch.compiler, "set_stance", nullcontext)
-    return stance("force_eager")  # of torch 2.6 and newer
-
-
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -265,23 +282,29 @@ def _close(tensor: torch.Tensor) -> float:
     return close * 10 if tensor.is_cuda else close
 
 
+def _rounding(grad: torch.Tensor) -> float:
+    is_exact = _close(grad) == _CLOSE.get(grad.dtype)
+    return _ROUNDINGS * torch.finfo(grad.dtype).eps if is_exact else _ROUNDING_HALF
+
+
 def _difference(whole: _Try, parts: _Try) -> str:
     """Return what of a call by parts is not what it is of a whole one."""
     if len(whole.output) != len(parts.output) or any(
         a != b for a, b in zip(whole.output, parts.output, strict=True) if not isinstance(a, torch.Tensor)
     ):
         return "it returns something else"
-    for at, (a, b) in enumerate(zip(whole.output, parts.output, strict=True)):
-        if isinstance(a, torch.Tensor) and (far := apart(a, b)) > _close(a):
+    pairs = [(a, b) for a, b in zip(whole.output, parts.output, strict=True) if isinstance(a, torch.Tensor)]
+    for at, (a, b) in enumerate(pairs):
+        if (far := apart(a, b, parts.scales[at])) > _close(a):
             return f"what it returns differs by {far:.1e} of its norm in tensor {at}, of shape {tuple(a.shape)}"
-    norms = [float(each.double().norm()) for each in whole.gradients.values() if each is not None]
-    least = _LEAST * sum(each**2 for each in norms) ** 0.5
+    norms = [norm_of(each) for each in whole.gradients.values() if each is not None]
+    norm = sum(each**2 for each in norms) ** 0.5
     for name, grad in whole.gradients.items():
         other = parts.gradients[name]
         if grad is None or other is None:
             if grad is not other:
                 return f"{name} is {'None whole' if grad is None else 'None by parts'}"
-        elif (far := apart(grad, other, least)) > 10 * _close(grad):
+        elif (far := apart(grad, other)) > 10 * _close(grad) and far * norm_of(grad) > _rounding(grad) * norm:
             return f"{name} differs by {far:.1e} of its norm"
     kept = next((name for name, found in whole.left.items() if not _are_alike(found, parts.left.get(name))), "")
     return f"it keeps something of its rows in {kept}" if kept else ""
@@ -293,57 +316,9 @@ def _are_alike(some: Any, others: Any) -> bool:
         return isinstance(others, torch.Tensor) and apart(some, others) <= _close(some)
     if isinstance(some, dict):
         return all(_are_alike(each, others.get(name)) for name, each in some.items())
+    if isinstance(some, list):
+        return len(some) == len(others) and all(map(_are_alike, some, others))
     return bool(some == others)
-
-
-def _are_apart(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    pairs = zip(some, others, strict=False)
-    return len(some) != len(others) or any(apart(a, b) > _close(a) for a, b in pairs)
-
-
-# ---- random numbers that are held still ----
-
-
-class _Still(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    """Draws numbers that do not depend on how many rows there are, and notes what is made, but for what exchanges make.
-
-    Args:
-        lockstep: Makes the exchanges.
-
-    Attributes:
-        counts: Whether a mean was taken by a number that was computed.
-    """
-
-    def __init__(self, lockstep: Lockstep) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self._lockstep = lockstep
-        self.counts: bool = False
-        self._made: list[ref[torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        if self._lockstep.is_exchanging:
-            return func(*args, **options)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            result = _drawn(func, args, options)
-        else:
-            result = func(*args, **options)
-            self.counts = self.counts or _counts(func, args)
-        for each in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(each, torch.Tensor) and not any(each is other for other in args):
-                self._made.append(ref(each))
-        return result
-
-    def alive(self, known: set[int]) -> list[torch.Tensor]:
-        """Return what was made and is still held, but for what is known."""
-
-        def found() -> list[torch.Tensor]:
-            alive = (each() for each in self._made)
-            return [each for each in alive if each is not None and id(each) not in known]
-
-        if found():
-            gc.collect()  # what is held in cycles of references alone
-        return list({id(each): each for each in found()}.values())
 
 
 def _counts(func: Any, args: Sequence[Any]) -> bool:
@@ -355,32 +330,3 @@ def _counts(func: Any, args: Sequence[Any]) -> bool:
     if func is aten.index.Tensor:
         return any(each is not None and each.dtype in {torch.bool, torch.uint8} for each in args[1])
     return func in {aten.masked_select.default, aten.nonzero.default}
-
-
-def _drawn(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Return what stands for the result of an operation that draws random numbers."""
-    name, named = func.overloadpacket.__name__, argument_names(func)
-    given = {**dict(zip(named, args, strict=False)), **options}
-    if name == "native_dropout" and given["train"] is not False:
-        mask = torch.ones_like(given["input"], dtype=torch.bool)
-        return given["input"] * (1 / (1 - given["p"]) if given["p"] < 1 else 0.0), mask
-    if any(given.get(each) for each in ("dropout_p", "dropout")):
-        given = {key: 0.0 if key in {"dropout_p", "dropout"} else value for key, value in given.items()}
-        return func(*(given.pop(each) for each in named[: len(args)]), **given)
-    if name == "multinomial":
-        places = torch.arange(given["num_samples"], device=given["self"].device) % given["self"].shape[-1]
-        return torch.sort(given["self"], dim=-1, descending=True, stable=True).indices[..., places]
-    result = func(*args, **options)
-    if name == "randperm":
-        return result.copy_(torch.arange(len(result) - 1, -1, -1))
-    if isinstance(result, torch.Tensor):
-        if "bernoulli" in name:
-            result.fill_(1)
-        elif result.is_floating_point():
-            last = result.shape[-1] if result.dim() > 1 else 1
-            low, high = (float(given.get(each) or usual) for each, usual in (("from", 0.0), ("to", 1.0)))
-            places = (torch.arange(last, device=result.device) + 0.5) / last
-            result.copy_(low + (high - low) * places.view([-1] * min(result.dim(), 1)))
-        else:
-            result.fill_(int(given.get("low") or given.get("from") or 0))
-    return result

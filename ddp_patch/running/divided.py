@@ -1,8 +1,8 @@
 """Divide a call of a module: scatter rows, share parameters, gather rows; each is the other's gradient.
 
 What all ranks have alike is *whole*, what each has for itself is *of a part*. ``scatter`` makes parts of wholes, and
-``gather`` wholes of parts; a whole is ``shared`` by all parts, and parts are ``summed`` to a whole. The gradient of
-``scatter`` is ``gather``, that of ``shared`` is ``summed``, and the other way round, so all can be derived again.
+``gather`` wholes of parts; the gradient of each is the other one, so all can be derived again. What parts make up may
+be a sum: then a part of the whole is all of it, which is ``shared``, as parameters are.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from itertools import pairwise
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -87,6 +88,7 @@ class Part:
 
 
 _unflat: Callable[..., torch.Tensor] = torch.unflatten
+_Like: TypeAlias = tuple[Any, Any, Any]  # a tensor's shape, dtype and device
 
 
 def cut(whole: torch.Tensor, layout: Layout, begin: int, end: int, n: int) -> torch.Tensor:
@@ -129,14 +131,6 @@ def layouts_of(whole: Sequence[int], part: Sequence[int], n: int, rows: int) -> 
 # ---- between wholes and parts ----
 
 
-def _of_part(whole: torch.Tensor, layout: Layout, part: Part) -> torch.Tensor:
-    """Return what this rank takes of a whole tensor, so that all ranks' make up the whole."""
-    begin, end = part.bounds[part.lockstep.rank :][:2]
-    if layout.kind == "rows":
-        return cut(whole, layout, begin, end, part.n).clone(memory_format=torch.contiguous_format)
-    return whole.clone() if layout.kind == "sum" else whole * ((end - begin) / part.n)
-
-
 def sizes_of(tensor: torch.Tensor, layout: Layout, rows: int) -> list[int]:
     """Return the shape of a part that has so many rows, for one row."""
     shape = [*tensor.shape]
@@ -145,48 +139,89 @@ def sizes_of(tensor: torch.Tensor, layout: Layout, rows: int) -> list[int]:
     return shape
 
 
-def _of_all(parts: Sequence[torch.Tensor], layouts: Sequence[Layout], part: Part) -> list[torch.Tensor]:
-    """Return the wholes that all ranks' parts make up.
+def _of_part(whole: torch.Tensor | None, layout: Layout, part: Part) -> torch.Tensor | None:
+    """Return what this rank takes of a whole tensor, so that all ranks' make up the whole."""
+    begin, end = part.bounds[part.lockstep.rank :][:2]
+    if whole is None or layout.kind == "sum":
+        return whole if whole is None else whole.view_as(whole)
+    if layout.kind == "rows":
+        return cut(whole, layout, begin, end, part.n).clone(memory_format=torch.contiguous_format)
+    return whole * ((end - begin) / part.n)
+
+
+def _of_all(
+    parts: Sequence[torch.Tensor | None], layouts: Sequence[Layout], like: Sequence[_Like], part: Part
+) -> list[torch.Tensor | None]:
+    """Return the wholes that all ranks' parts make up: of those that some rank has, as its gradient may have none.
 
     Raises:
         GivenUp: Other ranks have other shapes, so that they make up none.
     """
-    rank, sizes = part.lockstep.rank, part.sizes
-    shapes = [sizes_of(each, layout, sizes[rank]) for each, layout in zip(parts, layouts, strict=True)]
-    sent = [at for at, layout in enumerate(layouts) if layout.kind != "alike" or _is_derived(parts[at])]
-    pieces = [_padded(parts[at]) for at in sent]
-    flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-    usual = (*part.late, *(number for shape in shapes for number in (len(shape), *shape)))
+    are_there = [each is not None for each in parts]
+    found = _exchanged(parts, layouts, part)
+    if found is None:
+        of_ranks = part.lockstep.gathered(are_there)
+        if all(each == are_there for each in of_ranks):
+            raise GivenUp
+        filled = [
+            torch.zeros(shape, dtype=dtype, device=device) if any(some) and each is None else each
+            for each, (shape, dtype, device), some in zip(parts, like, zip(*of_ranks, strict=True), strict=True)
+        ]
+        found = _exchanged(filled, layouts, part)
+    if found is None:
+        raise GivenUp
+    return found
+
+
+def _exchanged(
+    parts: Sequence[torch.Tensor | None], layouts: Sequence[Layout], part: Part
+) -> list[torch.Tensor | None] | None:
+    """Return the wholes of parts that are there; None if other ranks have others."""
+    there = [(at, each) for at, each in enumerate(parts) if each is not None]
+    places, given, kinds = [at for at, _ in there], [each for _, each in there], [layouts[at] for at, _ in there]
+    rows = part.sizes[part.lockstep.rank]
+    shapes = [sizes_of(each, layout, rows) for each, layout in zip(given, kinds, strict=True)]
+    usual = (*places, *part.late, *(number for shape in shapes for number in (len(shape), *shape)))
+    if all(layout.kind == "sum" for layout in kinds):
+        wholes = part.lockstep.sum(part.doing, given, usual)
+    else:
+        wholes = _of_bytes(given, kinds, part, usual)
+    if wholes is None:
+        return None
+    found = dict(zip(places, wholes, strict=True))
+    return [found.get(at) for at in range(len(parts))]
+
+
+def _of_bytes(
+    parts: Sequence[torch.Tensor], layouts: Sequence[Layout], part: Part, usual: object
+) -> list[torch.Tensor] | None:
+    """Return the wholes of parts of several kinds, whose bytes are sent together; None if ``usual`` is not alike."""
+    wholes = [each.clone() for each in parts]
+    sent = [at for at, each in enumerate(parts) if layouts[at].kind != "alike" or _is_derived(each)]
+    flat = torch.cat([_padded(parts[at]) for at in sent] or [torch.empty(0, dtype=torch.uint8)])
     flats = part.lockstep.gather(part.doing, flat, usual)
     if flats is None:
-        raise GivenUp
-    wholes = [each.clone() for each in parts]
-    ends = [0] * len(flats)
+        return None
+    sizes, ends = part.sizes, [0] * len(flats)
     for at in sent:
-        own, layout, found = parts[at], layouts[at], []
+        own, layout, found = parts[at], layouts[at], list[torch.Tensor]()
         for other, size in enumerate(sizes):
-            shape = [*own.shape]
+            shape = sizes_of(own, layout, sizes[part.lockstep.rank])
             if layout.kind == "rows":
-                shape[layout.dim] = shapes[at][layout.dim] * size
+                shape[layout.dim] *= size
             length = math.prod(shape) * own.element_size()
             found.append(flats[other][ends[other] :][:length].view(own.dtype).view(shape).to(own.device))
             ends[other] += -(-length // _ALIGNED) * _ALIGNED
         if layout.kind == "rows":
             wholes[at] = _joined(found, layout, sizes)
         else:
-            weights = [1.0] * len(sizes) if layout.kind == "sum" else [size / part.n for size in sizes]
-            first, *others = [
-                each if weight == 1 else each * weight for each, weight in zip(found, weights, strict=True)
-            ]
+            weights = [1.0 if layout.kind == "sum" else size / part.n for size in sizes]
+            first, *others = [each if by == 1 else each * by for each, by in zip(found, weights, strict=True)]
             wholes[at] = sum(others, first.clone())
     return wholes
 
 
 _ALIGNED = 16  # bytes, for any dtype
-
-
-def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,110 +234,59 @@ def _is_derived(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _agreed(part: Part, mask: Sequence[bool]) -> list[bool]:
-    """Return what is there on some rank."""
-    if part.lockstep.meet(part.doing, tuple(mask)):
-        return [*mask]
-    return [any(each) for each in zip(*part.lockstep.gathered([*mask]), strict=True)]
-
-
-def _present(tensors: Sequence[torch.Tensor | None]) -> tuple[list[int], list[torch.Tensor]]:
-    """Return the places of the tensors that are there, and these."""
-    found = [(at, tensor) for at, tensor in enumerate(tensors) if tensor is not None]
-    return [at for at, _ in found], [tensor for _, tensor in found]
-
-
-def _spread(places: Sequence[int], tensors: Sequence[torch.Tensor], n: int) -> tuple[torch.Tensor | None, ...]:
-    """Return tensors at their places among so many."""
-    found = dict(zip(places, tensors, strict=True))
-    return tuple(found.get(at) for at in range(n))
-
-
-class _Scatter(Function):
-    """Wholes to parts."""
+class _Between(Function):
+    """Wholes to parts, or parts to wholes: the gradient of each is the other one, so it can be derived again."""
 
     @staticmethod
-    def forward(ctx: Any, part: Part, layouts: Sequence[Layout], *wholes: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, part: Part, layouts: Sequence[Layout], like: Sequence[_Like] | None, *given: torch.Tensor | None
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        parts = tuple(_of_part(whole, layout, part) for whole, layout in zip(wholes, layouts, strict=True))
-        ctx.of = part, layouts, [(each.shape, each.dtype, each.device) for each in parts]
-        return parts
+        if like is None:
+            found = [_of_part(whole, layout, part) for whole, layout in zip(given, layouts, strict=True)]
+            ctx.of = part, layouts, _like(found)
+        else:
+            found, ctx.of = _of_all(given, layouts, like, part), (part, layouts, None)
+        needed = zip(found, ctx.needs_input_grad[3:], strict=True)
+        ctx.mark_non_differentiable(*(each for each, is_needed in needed if each is not None and not is_needed))
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        part, layouts, like = ctx.of
-        places = [at for at, is_there in enumerate(_agreed(part, [each is not None for each in grads])) if is_there]
-        filled = (_zeros(*like[at]) if (grad := grads[at]) is None else grad for at in places)
-        gathered = gather(part, [layouts[at] for at in places], *filled) if places else ()
-        return (None, None, *_spread(places, gathered, len(grads)))
+        found = zip(_between(*ctx.of, *grads), ctx.needs_input_grad[3:], strict=True)
+        return (None, None, None, *(each if is_needed else None for each, is_needed in found))
 
 
-class _Gather(Function):
-    """Parts to wholes."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Part, layouts: Sequence[Layout], *parts: torch.Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.of = part, layouts
-        wholes = _of_all(parts, layouts, part)
-        ctx.mark_non_differentiable(*(each for at, each in enumerate(wholes) if not ctx.needs_input_grad[2 + at]))
-        return tuple(wholes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        part, layouts = ctx.of
-        places, present = _present(grads)
-        scattered = scatter(part, [layouts[at] for at in places], *present) if places else ()
-        return (None, None, *_spread(places, scattered, len(grads)))
+_between: Callable[..., Any] = _Between.apply
 
 
-class _Shared(Function):
-    """A whole, as each part uses it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Part, *wholes: torch.Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.of = part, wholes
-        return tuple(whole.view_as(whole) for whole in wholes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return (None, *_summed(*ctx.of, *grads))
+def _like(tensors: Sequence[torch.Tensor | None]) -> list[_Like]:
+    return [(each.shape, each.dtype, each.device) if each is not None else ((), None, None) for each in tensors]
 
 
-class _Summed(Function):
-    """The sum of what parts have, as a whole; of those that some rank has."""
+def scatter(part: Part, layouts: Sequence[Layout], *wholes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return this rank's parts of wholes."""
+    parts: tuple[torch.Tensor, ...] = _between(part, layouts, None, *wholes)
+    return parts
 
-    @staticmethod
-    def forward(ctx: Any, part: Part, like: Sequence[torch.Tensor], *parts: torch.Tensor | None) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.of = part, [each is not None for each in parts]
-        places, present = _present(parts)
-        sums = part.lockstep.sum(part.doing, present, tuple(ctx.of[1]))
-        if sums is None:
-            places = [at for at, is_there in enumerate(_agreed(*ctx.of)) if is_there]
-            filled = (torch.zeros_like(like[at]) if (each := parts[at]) is None else each for at in places)
-            sums = part.lockstep.sum(part.doing, [*filled]) or []
-        return _spread(places, sums, len(parts))
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        part, mask = ctx.of
-        places, present = _present(grads)
-        found = _spread(places, shared(part, *present) if places else (), len(grads))
-        return (None, None, *(each if is_there else None for each, is_there in zip(found, mask, strict=True)))
+def gather(part: Part, layouts: Sequence[Layout], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the wholes of all ranks' parts."""
+    wholes: tuple[torch.Tensor, ...] = _between(part, layouts, _like(parts), *parts)
+    return wholes
+
+
+_SUM = Layout("sum")
+
+
+def shared(part: Part, *wholes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return wholes as each part uses them: their gradients are the sums over all parts."""
+    return scatter(part, [_SUM] * len(wholes), *wholes)
 
 
 def mixed(part: Part, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return sums over all parts, for each part to go on with."""
-    sums: tuple[torch.Tensor, ...] = shared(part, *_summed(part, parts, *parts))
-    return sums
-
-
-scatter: Callable[..., tuple[torch.Tensor, ...]] = _Scatter.apply
-gather: Callable[..., tuple[torch.Tensor, ...]] = _Gather.apply
-shared: Callable[..., tuple[torch.Tensor, ...]] = _Shared.apply
-_summed: Callable[..., tuple[torch.Tensor, ...]] = _Summed.apply
+    return shared(part, *gather(part, [_SUM] * len(parts), *parts))
 
 
 class Later(torch.Tensor):
@@ -399,53 +383,56 @@ def whole_batch(part_now: Callable[[], Part | None], stack: ExitStack) -> None:
         stack.enter_context(patch.object(functional, name, wraps(theirs)(call)))
 
     put("batch_norm", _batch_norm)
-    put("cross_entropy", _cross_entropy)
-    put("nll_loss", _nll_loss)
+    put("cross_entropy", _mean_loss)
+    put("nll_loss", _mean_loss)
 
 
-def _batch_norm(
-    theirs: Callable[..., torch.Tensor],
-    part: Part,
-    input: torch.Tensor,  # noqa: A002 - as torch names it
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    if not training:
-        return theirs(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    running = [] if running_mean is None or running_var is None else [running_mean, running_var]
-    return _normalised(part, input, weight, bias, running, momentum, eps)
+def _given(theirs: Callable[..., torch.Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a function, by name."""
+    bound = signature(theirs).bind(*args, **options)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _batch_norm(theirs: Callable[..., torch.Tensor], part: Part, *args: Any, **options: Any) -> torch.Tensor:
+    given = _given(theirs, args, options)
+    names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+    return _normalised(part, *map(given.get, names)) if given["training"] else theirs(*args, **options)
+
+
+def _statistics(part: Part, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the mean and variance of each channel of the whole batch, and of how many numbers they are."""
+    own_var, own_mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+    row, rank = torch.cat([own_mean, own_var, x.new_full((1,), x.numel() // x.shape[1])]), part.lockstep.rank
+    (rows,) = mixed(part, functional.pad(row[None], (0, 0, rank, part.lockstep.ranks - rank - 1)))
+    (means, variances), counts = _unflat(rows[:, :-1], 1, (2, -1)).unbind(1), rows[:, -1:]
+    mean, n = (means * counts).sum(0) / counts.sum(), counts.sum()
+    return mean, ((variances + (means - mean).square()) * counts).sum(0) / n, n
 
 
 def _shaped(of_channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return of_channels.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def _statistics(part: Part, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean and variance of each channel of the whole batch, and of how many numbers they are."""
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    n = x.new_full((1,), x.numel() // x.shape[1])
-    own_var, own_mean = torch.var_mean(x, dims, correction=0)
-    (sums,) = mixed(part, torch.cat([n, own_mean * n]))
-    mean = sums[1:] / sums[:1]
-    (squares,) = mixed(part, (own_var + (own_mean - mean).square()) * n)
-    return mean, squares / sums[:1], sums[:1]
-
-
 class _Normalised(Function):
-    """Batch normalisation by the whole batch: torch's own operations, but for the sums."""
+    """Batch normalisation by the whole batch. Gradients that autograd derives of its formula would lose digits."""
 
     @staticmethod
     def forward(
-        ctx: Any, part: Part, x: torch.Tensor, weight: Any, bias: Any, running: Any, momentum: Any, eps: Any
+        ctx: Any,
+        part: Part,
+        x: torch.Tensor,
+        weight: Any,
+        bias: Any,
+        of_mean: Any,
+        of_var: Any,
+        momentum: Any,
+        eps: Any,
     ) -> Any:
         mean, var, n = _statistics(part, x.float() if x.dtype in {torch.float16, torch.bfloat16} else x)
-        for kept, found in zip(running, (mean, var * (n / (n - 1))), strict=False):
-            kept.data.lerp_(found.to(kept.dtype), momentum)  # as torch's own, it is no change that autograd sees
+        for kept, found in ((of_mean, mean), (of_var, var * (n / (n - 1)))):
+            if kept is not None:
+                kept.data.lerp_(found.to(kept.dtype), momentum)  # as torch's own, it is no change that autograd sees
         ctx.save_for_backward(x, weight, bias, mean, torch.rsqrt(var + eps), n)
         ctx.of = part, eps
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
@@ -455,82 +442,44 @@ class _Normalised(Function):
         x, weight, bias, mean, scale, n = ctx.saved_tensors
         part, eps = ctx.of
         if torch.is_grad_enabled():  # to be derived again
-            return (None, *_derived_again(part, x, weight, bias, eps, grad), None, None, None)
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        wide = grad.to(mean.dtype)
+            mean, var, _ = _statistics(part, x.to(mean.dtype))
+            normal = (x - _shaped(mean, x)) * _shaped(torch.rsqrt(var + eps), x)
+            scaled = normal if weight is None else normal * _shaped(weight, x)
+            result = scaled if bias is None else scaled + _shaped(bias, x)
+            given = [each for each in (x, weight, bias) if each is not None and each.requires_grad]
+            slopes = iter(torch.autograd.grad(result, given, grad, create_graph=True))
+            found = (next(slopes) if each is not None and each.requires_grad else None for each in (x, weight, bias))
+            return (None, *found, None, None, None, None)
+        wide, dims = grad.to(mean.dtype), [0, *range(2, x.dim())]
         normal = (x - _shaped(mean, x)) * _shaped(scale, x)
-        slopes = torch.stack([wide.sum(dims), (wide * normal).sum(dims)])
-        (sums,) = part.lockstep.sum(part.doing, [slopes]) or [slopes]
-        mean_slope, mean_product = (sums / n).unbind()
-        inner = normal.mul_(_shaped(mean_product, x)).add_(_shaped(mean_slope, x)).neg_().add_(wide)
+        sums_of = torch.stack([(wide * normal).sum(dims), wide.sum(dims)])
+        (sums,) = part.lockstep.sum(part.doing, [sums_of]) or [sums_of]
+        mean_product, mean_slope = (_shaped(each, x) for each in sums / n)
+        inner = normal.mul_(mean_product).add_(mean_slope).neg_().add_(wide)
         of_x = inner.mul_(_shaped(scale if weight is None else scale * weight, x)).to(x.dtype)
         of_others = (
-            None if to is None else of.to(to.dtype) for of, to in zip(slopes.flip(0), (weight, bias), strict=True)
+            None if each is None else slope.to(each.dtype) for each, slope in zip((weight, bias), sums_of, strict=True)
         )
-        return (None, of_x, *of_others, None, None, None)
+        return (None, of_x, *of_others, None, None, None, None)
 
 
 _normalised: Callable[..., torch.Tensor] = _Normalised.apply
 
 
-def _derived_again(
-    part: Part, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, grad: torch.Tensor
-) -> list[torch.Tensor | None]:
-    """Return the gradients of batch normalisation, by operations that can be derived."""
-    mean, var, _ = _statistics(part, x.to(grad.dtype))
-    result = (x - _shaped(mean, x)) * _shaped(torch.rsqrt(var + eps), x)
-    result = result if weight is None else result * _shaped(weight, x)
-    result = result if bias is None else result + _shaped(bias, x)
-    given = [each for each in (x, weight, bias) if each is not None and each.requires_grad]
-    slopes = iter(torch.autograd.grad(result, given, grad, create_graph=True))
-    return [next(slopes) if each is not None and each.requires_grad else None for each in (x, weight, bias)]
-
-
-def _ratio(part: Part, total: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the whole batch: a sum by a sum of weights."""
-    total, by = mixed(part, total, weights.to(total.dtype))
+def _mean_loss(theirs: Callable[..., torch.Tensor], part: Part, *args: Any, **options: Any) -> torch.Tensor:
+    given = _given(theirs, args, options)
+    if given["reduction"] != "mean" or given["size_average"] is not None or given["reduce"] is not None:
+        return theirs(*args, **options)
+    total, by = _sums(theirs, given)
+    total, by = mixed(part, total, by)
     return total * by.reciprocal()
 
 
-def _cross_entropy(
-    theirs: Callable[..., torch.Tensor],
-    part: Part,
-    input: torch.Tensor,  # noqa: A002 - as torch names it
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
-    if reduction != "mean" or size_average is not None or reduce is not None:
-        options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        return theirs(input, target, *options)
-    total = theirs(input, target, weight, None, ignore_index, None, "sum", label_smoothing)
-    if target.is_floating_point():
-        return _ratio(part, total, total.new_tensor(target.numel() // target.shape[1 if target.dim() > 1 else 0]))
-    return _ratio(part, total, _weights(target, weight, ignore_index))
-
-
-def _nll_loss(
-    theirs: Callable[..., torch.Tensor],
-    part: Part,
-    input: torch.Tensor,  # noqa: A002 - as torch names it
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> torch.Tensor:
-    if reduction != "mean" or size_average is not None or reduce is not None:
-        return theirs(input, target, weight, size_average, ignore_index, reduce, reduction)
-    total = theirs(input, target, weight, None, ignore_index, None, "sum")
-    return _ratio(part, total, _weights(target, weight, ignore_index))
-
-
-def _weights(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
-    """Return the sum of the weights of targets that count."""
-    counts = target != ignore_index
-    return counts.sum() if weight is None else torch.where(counts, weight[torch.where(counts, target, 0)], 0.0).sum()
+def _sums(theirs: Callable[..., torch.Tensor], given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two sums whose ratio a mean is: of losses, and of the weights of what counts."""
+    total, target, weight = theirs(**{**given, "reduction": "sum"}), given["target"], given["weight"]
+    if target.is_floating_point():  # of classes' probabilities
+        return total, total.new_tensor(target.numel() // target.shape[1 if target.dim() > 1 else 0])
+    counts = target != given["ignore_index"]
+    by = counts if weight is None else torch.where(counts, weight[torch.where(counts, target, 0)], 0.0)
+    return total, by.sum().to(total.dtype)

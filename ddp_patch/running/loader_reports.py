@@ -264,6 +264,9 @@ class Summary:
         """What else was noticed."""
         return [*self._only.notes, *self._excepted.notes]
 
+    def used(self, loader: DataLoader[Any], use: Use) -> None:
+        """Take note of a loader that is about to be used."""
+
     def __str__(self) -> str:
         passes = Counter[str]()  # of loaders that a script makes alike in each epoch
         for record in self.records:

@@ -21,7 +21,7 @@ from ddp_patch.ranks.exchange import by_value, ranks_text
 from ddp_patch.running.alike import asked
 from ddp_patch.validation import counted
 
-__all__ = ["GivenUp", "Lockstep", "checksums", "seed_all"]
+__all__ = ["GivenUp", "Lockstep", "apart", "checksums", "norm_of", "seed_all"]
 
 
 # As many bytes are sent at once, as in DistributedDataParallel.
@@ -266,14 +266,20 @@ def apart(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = (each.detach().to(wide) for each in (a, b))
-    finite = a.isfinite()
-    if not torch.equal(finite, b.isfinite()):
+    if not torch.equal(a.detach().isfinite(), b.detach().isfinite()):
         return float("inf")
-    a, b = (torch.where(finite, each, 0) for each in (a, b))
-    far = float((a - b).norm())
-    return far / max(float(a.norm()), least, 1e-300) if far else 0.0
+    far = float((_finite(a) - _finite(b)).norm())
+    return far / max(norm_of(a), least, 1e-300) if far else 0.0
+
+
+def norm_of(tensor: torch.Tensor) -> float:
+    """Return the norm of a tensor's finite numbers."""
+    return float(_finite(tensor).norm())
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return torch.where(wide.isfinite(), wide, 0)
 
 
 def _has_nccl() -> bool:

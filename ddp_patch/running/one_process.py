@@ -1,9 +1,11 @@
 """Run a script of one process on several ranks as one: all run all of it, and divide the calls of its modules."""
 
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -14,13 +16,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.compat.private_torch import default_store
+from ddp_patch.compat.private_torch import default_store, read_by_parts
 from ddp_patch.errors import RankMismatchError, WorldError
-from ddp_patch.loaders.hooks import Use, called_before
+from ddp_patch.loaders.hooks import called_before
 from ddp_patch.options import Options
 from ddp_patch.running.alike import alike
 from ddp_patch.running.calls import Calls
@@ -37,6 +39,7 @@ from ddp_patch.running.loader_reports import (
 )
 from ddp_patch.running.lockstep import GivenUp, Lockstep, seed_all
 from ddp_patch.running.overlay import shadowed
+from ddp_patch.running.reading import Cut, Reading
 from ddp_patch.validation import counted
 
 __all__ = ["OneProcess"]
@@ -68,6 +71,7 @@ class OneProcess(Summary):
         super().__init__(options, only, excepted)
         self._on_error = on_error
         self._known: MutableMapping[DataLoader[Any], UsedLoader] = WeakIdKeyDictionary()
+        self._readings: MutableMapping[DataLoader[Any], Reading] = WeakIdKeyDictionary()
         self._stack = ExitStack()
         self._told: set[str] = set()
         self._has_begun = False
@@ -83,8 +87,8 @@ class OneProcess(Summary):
                 refusing = partial(self._refuse_unless_alone, name, getattr(module, name))
                 stack.enter_context(patch.object(module, name, refusing))
             stack.enter_context(called_before("__iter__", self._iterated))
+            stack.enter_context(read_by_parts(Cut, self._reading_of))
             stack.callback(register_optimizer_step_pre_hook(as_it_is(self._before_step)).remove)
-            stack.callback(register_optimizer_step_post_hook(as_it_is(self._after_step)).remove)
             stack.enter_context(self._calls.hooked())
             if not is_started():  # else they are alike already, and the script may yet seed them
                 self._begin()
@@ -94,7 +98,7 @@ class OneProcess(Summary):
                 if isinstance(error, SystemExit) and not error.code:
                     self._finish()
                     raise
-                self._explain(error)
+                _explain(error)
                 self._on_error(error)
                 raise
             else:
@@ -104,23 +108,13 @@ class OneProcess(Summary):
         """Refuse a function that is for ranks of the script's own, if there are ranks already, or it sees none."""
         sees_none = is_hidden() and name == "init_process_group"
         if (self._ranks > 1 or sees_none) and os.getpid() == self._process:
-            self._refuse(f"calls {name}()")
+            _refuse(self._ranks, f"calls {name}()")
         return function(*args, **options)
-
-    def _refuse(self, does: str) -> NoReturn:
-        raise WorldError(
-            f"The script {does}, and it runs on {counted(self._ranks, 'rank')} as one process, which needs no ranks, "
-            "process group or averaging of its own. Leave that out; or pass --mode ranks, where each rank sees which "
-            "one it is, and trains on its shard. A script that starts its ranks itself is started without this command."
-        )
 
     def wrapped(self, name: str) -> None:
         """Refuse a model that averages gradients by itself."""
         if self._ranks > 1:
-            self._refuse(f"wraps a model in {name}")
-
-    def used(self, loader: DataLoader[Any], use: Use) -> None:
-        """Take note of a loader that is used otherwise than iterated: it is whole."""
+            _refuse(self._ranks, f"wraps a model in {name}")
 
     def _iterated(self, loader: DataLoader[Any]) -> None:
         """Note a pass over a loader."""
@@ -137,6 +131,28 @@ class OneProcess(Summary):
             self._tell(record.line, logging.INFO)
         record.passes += 1
 
+    def _reading_of(self, loader: DataLoader[Any]) -> Reading | None:
+        """Return how the batches of a loader are read; None if that may not be divided."""
+        record = self._known.get(loader)
+        is_main = threading.current_thread() is threading.main_thread() and not self._is_off()
+        forks = (
+            not loader.num_workers or (loader.multiprocessing_context or multiprocessing).get_start_method() == "fork"
+        )
+        is_ordered = getattr(loader, "in_order", True)  # of torch 2.6 and newer
+        if record is None or record.note or self._lockstep.ranks == 1 or not (is_main and forks and is_ordered):
+            return None
+        if loader not in self._readings:
+
+            def decided(why: str) -> None:
+                record.note_fate(
+                    "whole" if why else "divided", loader, f"{'whole on every rank' if why else 'read by parts'},"
+                )
+                record.note = why
+                self._tell(record.line, logging.INFO)
+
+            self._readings[loader] = Reading(self._lockstep, f"the loader made at {record.place}", decided)
+        return self._readings[loader]
+
     @property
     def _ranks(self) -> int:
         """How many ranks there are, or will be when they are joined."""
@@ -150,7 +166,9 @@ class OneProcess(Summary):
             f"{counted(self._ranks, 'rank')} trained as one process: {counted(self._lockstep.steps, 'optimizer step')}."
         )
         if self._ranks > 1 and not any(each.divided for each in self._calls.records):
-            found.append(f"{NOT_DIVIDED}: every rank computed all, and no time was saved.")
+            is_read = any(each.fate == "divided" for each in self.records)
+            saved = "time was saved in reading alone" if is_read else "no time was saved"
+            found.append(f"{NOT_DIVIDED}: every rank computed all, and {saved}.")
         return [*found, *super().notes]
 
     def _begin(self) -> None:
@@ -198,17 +216,14 @@ class OneProcess(Summary):
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         """Let gradients that ranks have computed of whole batches be the same to the bit."""
-        if self._lockstep.ranks == 1 or not self._calls.gradients_are_own:
-            return
-        self._calls.gradients_are_own = False
-        parameters = dict.fromkeys(each for group in optimizer.param_groups for each in group["params"])
-        grads = [each.grad for each in parameters if each.grad is not None and each.grad.layout == torch.strided]
-        named = [(f"gradient {at} of {type(optimizer).__name__}", each) for at, each in enumerate(grads)]
-        firsts = self._lockstep.require_alike("makes a step of an optimizer", named, _CLOSE)
-        for grad, first in zip(grads, firsts, strict=False):
-            grad.data.copy_(first)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        if self._lockstep.ranks > 1 and self._calls.gradients_are_own:
+            self._calls.gradients_are_own = False
+            parameters = dict.fromkeys(each for group in optimizer.param_groups for each in group["params"])
+            grads = [each.grad for each in parameters if each.grad is not None and each.grad.layout == torch.strided]
+            named = [(f"gradient {at} of {type(optimizer).__name__}", each) for at, each in enumerate(grads)]
+            firsts = self._lockstep.require_alike("makes a step of an optimizer", named, _CLOSE)
+            for grad, first in zip(grads, firsts, strict=False):
+                grad.data.copy_(first)
         self._lockstep.steps += 1
 
     def _finish(self) -> None:
@@ -218,12 +233,21 @@ class OneProcess(Summary):
         except GivenUp:
             raise RankMismatchError("A rank has come to its end, and another one calls a module.") from None
 
-    def _explain(self, error: BaseException) -> None:
-        """Say in an error of the script what it may not see: its rank."""
-        if isinstance(error, KeyError) and is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
-            error.add_note(
-                f"ddp_patch: as one process, the script sees no {error.args[0]}. If it needs that, pass --mode ranks."
-            )
+
+def _refuse(ranks: int, does: str) -> NoReturn:
+    raise WorldError(
+        f"The script {does}, and it runs on {counted(ranks, 'rank')} as one process, which needs no ranks, "
+        "process group or averaging of its own. Leave that out; or pass --mode ranks, where each rank sees which "
+        "one it is, and trains on its shard. A script that starts its ranks itself is started without this command."
+    )
+
+
+def _explain(error: BaseException) -> None:
+    """Say in an error of the script what it may not see: its rank."""
+    if isinstance(error, KeyError) and is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+        error.add_note(
+            f"ddp_patch: as one process, the script sees no {error.args[0]}. If it needs that, pass --mode ranks."
+        )
 
 
 def _is_initialized() -> bool:

@@ -1,60 +1,113 @@
-"""Random numbers that a rank draws within a divided call: its own there, and alike on all ranks after it."""
+"""Random numbers that are drawn within a call: each rank's own, and alike on all after it; or held still."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-__all__ = ["OwnNumbers", "own_numbers"]
+from ddp_patch.compat.private_torch import DispatchMode, argument_names
+
+__all__ = ["Still", "eager", "own_numbers"]
 
 _APART = 0x9E3779B97F4A7C15  # between the seeds of ranks
 
 
-def states() -> list[torch.Tensor]:
+def _states() -> list[torch.Tensor]:
     """Return the states of torch's global generators."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else [])]
 
 
-def put(of_all: list[torch.Tensor]) -> None:
+def _put(states: list[torch.Tensor]) -> None:
     """Put states back."""
-    torch.set_rng_state(of_all[0])
-    if of_all[1:]:
-        torch.cuda.set_rng_state_all(of_all[1:])
-
-
-class OwnNumbers:
-    """What a rank draws in a divided call.
-
-    Attributes:
-        has_drawn: Whether some rank has drawn numbers.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.has_drawn: bool = False
-        self._before = states()
-        seed = (int(torch.randint(2**62, (), device="cpu")) + rank * _APART) % 2**63
-        self._common = states()
-        torch.default_generator.manual_seed(seed)
-        if self._before[1:]:
-            torch.cuda.manual_seed_all(seed)
-        self._own = states()
-
-    @property
-    def are_drawn(self) -> bool:
-        """Whether this rank has drawn some so far."""
-        return not all(map(torch.equal, self._own, states()))
-
-    def put_back(self) -> None:
-        """Let all ranks go on alike: from where they were, or after one number, if some rank has drawn."""
-        put(self._common if self.has_drawn else self._before)
+    torch.set_rng_state(states[0])
+    if states[1:]:
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 @contextmanager
-def own_numbers(rank: int) -> Iterator[OwnNumbers]:
-    """Let a rank draw its own numbers while entered."""
-    numbers = OwnNumbers(rank)
+def own_numbers(rank: int, some_have_drawn: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """Let a rank draw its own numbers while entered; then all go on alike, after one number if some rank has drawn any.
+
+    Args:
+        rank: This rank.
+        some_have_drawn: Returns in the end whether some rank has drawn any.
+
+    Yields:
+        Returns whether this rank has drawn any so far.
+    """
+    before = _states()
+    seed = (int(torch.randint(2**62, (), device="cpu")) + rank * _APART) % 2**63
+    common = _states()
+    torch.default_generator.manual_seed(seed)
+    if before[1:]:
+        torch.cuda.manual_seed_all(seed)
+    own = _states()
     try:
-        yield numbers
+        yield lambda: not all(map(torch.equal, own, _states()))
     finally:
-        numbers.put_back()
+        _put(common if some_have_drawn() else before)
+
+
+class Still(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    """Draws numbers that do not depend on how many rows there are, and moves no generator of torch's.
+
+    Args:
+        note: Called with each operation, its arguments, what it returns, whether that is drawn, and whether from a
+            generator that it is given.
+    """
+
+    def __init__(self, note: Callable[[Any, Any, Any, bool, bool], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options, is_drawn = kwargs or {}, torch.Tag.nondeterministic_seeded in func.tags
+        result = _held(func, args, options) if is_drawn else func(*args, **options)
+        self._note(func, args, result, is_drawn, options.get("generator") is not None)
+        return result
+
+
+def eager() -> AbstractContextManager[object]:
+    """Let nothing be compiled while entered: nobody holds still what compiled code draws."""
+    stance: Callable[[str], AbstractContextManager[object]] = getattr(torch.compiler, "set_stance", nullcontext)
+    return stance("force_eager")  # of torch 2.6 and newer
+
+
+def _held(func: Any, args: Any, options: dict[str, Any]) -> Any:
+    generator = options.get("generator") or torch.default_generator
+    state = generator.get_state()
+    try:
+        return _drawn(func, args, options)
+    finally:
+        generator.set_state(state)
+
+
+def _drawn(func: Any, args: Any, options: dict[str, Any]) -> Any:
+    """Return what stands for the result of an operation that draws random numbers."""
+    name, named = func.overloadpacket.__name__, argument_names(func)
+    given = {**dict(zip(named, args, strict=False)), **options}
+    if name == "native_dropout" and given["train"] is not False:
+        mask = torch.ones_like(given["input"], dtype=torch.bool)
+        return given["input"] * (1 / (1 - given["p"]) if given["p"] < 1 else 0.0), mask
+    if any(given.get(each) for each in ("dropout_p", "dropout")):
+        given = {key: 0.0 if key in {"dropout_p", "dropout"} else value for key, value in given.items()}
+        return func(*(given.pop(each) for each in named[: len(args)]), **given)
+    if name == "multinomial":
+        places = torch.arange(given["num_samples"], device=given["self"].device) % given["self"].shape[-1]
+        return torch.sort(given["self"], dim=-1, descending=True, stable=True).indices[..., places]
+    result = func(*args, **options)
+    if name == "randperm":
+        return result.copy_(torch.arange(len(result) - 1, -1, -1))
+    if isinstance(result, torch.Tensor):
+        if "bernoulli" in name:
+            result.fill_(1)
+        elif result.is_floating_point():
+            last = result.shape[-1] if result.dim() > 1 else 1
+            low, high = (float(given.get(each) or usual) for each, usual in (("from", 0.0), ("to", 1.0)))
+            places = (torch.arange(last, device=result.device) + 0.5) / last
+            result.copy_(low + (high - low) * places.view([-1] * min(result.dim(), 1)))
+        else:
+            result.fill_(int(given.get("low") or given.get("from") or 0))
+    return result

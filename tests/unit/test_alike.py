@@ -296,3 +296,16 @@ def test_every_rank_reads_the_input_and_environment_of_rank_0(tmp_path: Path) ->
         own = {"TMPDIR": f"folder {rank}", "CUDA_VISIBLE_DEVICES": f"{rank}"}  # of the rank's own machine
         wanted = {"LR": "0", "ONLY_0": "1", "ONLY_1": None, "SAME": "secret", **own}
         assert json.loads(seen) == [wanted, ["LR", "ONLY_0", "ONLY_1"]]  # what is the same did not travel
+
+
+def test_a_package_that_fills_a_cache_asks_for_itself() -> None:
+    def lists(package: str) -> list[str]:
+        names: dict[str, Any] = {"__name__": f"{package}.fonts", "os": os}
+        exec(compile("found = os.listdir('/')", f"/site-packages/{package}/fonts.py", "exec"), names)  # noqa: S102
+        return sorted(names["found"])
+
+    # The other rank finds the cache that the first one has filled, and asks nothing.
+    first, other = on_ranks(lambda: (lists("matplotlib"), asked()), asked)
+    assert first[0] == sorted(os.listdir("/"))
+    assert first[1] == other
+    assert "fonts.py" in on_ranks(lambda: (lists("torchvision"), asked()))[0][1]

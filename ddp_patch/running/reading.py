@@ -1,0 +1,222 @@
+"""Read batches by parts where reading takes the time: each rank reads its samples, and ranks send these to each other.
+
+The first batches of a loader are whole on every rank. If the script waits for them, one is read whole and by parts:
+where both are the same, no random number was drawn, and sending takes less than was waited for, each later batch is
+read by parts. A batch is then made of all its samples on every rank, by the loader's own function.
+"""
+
+import io
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from ddp_patch.orders.random_states import GlobalState
+from ddp_patch.running.loader_reports import unpatched
+from ddp_patch.running.lockstep import Lockstep
+from ddp_patch.running.trees import PLAIN, leaves_of
+
+__all__ = ["Cut", "Reading"]
+
+_MEASURED = 3  # batches, after each worker's first one, whose waits count
+_LEAST_S = 1e-2  # to wait less for a batch is not worth a word
+
+
+class Cut(list[Any]):
+    """The indices of a batch, of which a rank reads its own; and all, to try that.
+
+    Attributes:
+        own: Where its own begin and end.
+        is_tried: Whether all are read.
+    """
+
+    own: tuple[int, int] = (0, 0)
+    is_tried: bool = False
+
+    @unpatched()  # modules that a dataset calls are called otherwise often on each rank
+    def read(self, read: Callable[[list[Any]], Any], whole: Callable[[list[Any]], Any], dataset: Any) -> "Read":
+        """Read samples, in a worker if there are some.
+
+        Args:
+            read: Reads the samples of some indices.
+            whole: Reads the batch of some indices.
+            dataset: What they are read from.
+        """
+        found, before, held = Read(self), GlobalState.capture().copied(), _held(dataset)
+        found.before = None if get_worker_info() else before
+        if self.is_tried:
+            found.batch = whole([*self])
+            found.why = _why_whole(before, held, dataset)
+        if found.why:
+            return found  # what it changes shall not change twice
+        try:
+            samples = read(self[slice(*self.own)])
+            found.sent = torch.frombuffer(bytearray(_dumped(samples)), dtype=torch.uint8)
+            found.why = _why_whole(before, held, dataset)
+            if type(samples) is not list:
+                found.why = "its dataset returns no list of samples"
+        except Exception as error:  # noqa: BLE001 - reading the whole batch will raise it on every rank
+            found.why = f"a sample raises {type(error).__name__}, or cannot be sent"
+        return found
+
+
+def _why_whole(before: GlobalState, held: list[Any], dataset: Any) -> str:
+    """Return what reading has changed, so that all ranks have to read all."""
+    if GlobalState.capture().values() != before.values():
+        return "reading draws random numbers"
+    return "" if _held(dataset) == held else "its dataset changes when it is read"
+
+
+@dataclass
+class Read:
+    """What a rank has read of a batch.
+
+    Attributes:
+        of: Which samples.
+        sent: Its own samples, in bytes.
+        batch: The whole batch, where that is tried.
+        why: Why it cannot be read by parts.
+        before: The state of random numbers before, if no worker has read.
+    """
+
+    of: Cut
+    sent: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    batch: Any = None
+    why: str = ""
+    before: GlobalState | None = None
+
+
+class Reading:
+    """How the batches of a loader are read.
+
+    Args:
+        lockstep: The ranks.
+        loader: What errors call it.
+        decided: Called when that is decided, with why they stay whole; with nothing if they are read by parts.
+    """
+
+    def __init__(self, lockstep: Lockstep, loader: str, decided: Callable[[str], object]) -> None:
+        self._lockstep, self._doing, self._decided = lockstep, f"reads a batch of {loader}", decided
+        self._way = "whole"  # then "tried", and "by parts"
+        self._waits: list[float] = []
+        self._wait = 0.0
+
+    def indices(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield what is to be read of batches of indices."""
+        for batch in batches:
+            if self._way == "whole":
+                yield batch
+                continue
+            cut, rank, ranks = Cut(batch), self._lockstep.rank, self._lockstep.ranks
+            cut.own = len(cut) * rank // ranks, len(cut) * (rank + 1) // ranks
+            cut.is_tried = self._way == "tried"
+            self._way = "whole" if cut.is_tried else self._way  # until it is judged
+            yield cut
+
+    def batch(self, read: Any, waited: float, workers: int, made: Callable[[Any], Any], again: Any) -> Any:
+        """Return a batch, of what was read of it.
+
+        Args:
+            read: The batch, or a ``Read``.
+            waited: How many seconds the script has waited for it.
+            workers: How many workers read.
+            made: Makes a batch of samples.
+            again: Reads the batch of some indices here.
+        """
+        if threading.current_thread() is not threading.main_thread():  # where ranks exchange nothing
+            self._way, self._waits = "whole", [0.0] * (max(1, workers) + _MEASURED)
+            return read if not isinstance(read, Read) else self._whole(read, again)
+        if isinstance(read, Read):
+            return self._tried(read, made) if read.of.is_tried else self._by_parts(read, made, again)
+        self._waits.append(waited)
+        if len(self._waits) == max(1, workers) + _MEASURED:
+            last = self._waits[-_MEASURED:]
+            # Batches of workers come together. Else the machine may have done something else meanwhile.
+            self._wait = self._mean(sum(last) / _MEASURED if workers else min(last))
+            self._way = "tried" if self._wait > _LEAST_S else self._way
+        return read
+
+    def _mean(self, seconds: float) -> float:
+        return float(sum(self._lockstep.gathered(seconds))) / self._lockstep.ranks
+
+    def _tried(self, read: Read, made: Callable[[Any], Any]) -> Any:
+        """Judge a batch that was read whole and by parts."""
+        self._lockstep.meet(self._doing)  # so that nobody waits for another rank to send
+        why, began = read.why, time.perf_counter()
+        samples = self._of_all(read)
+        if samples is None:
+            why = why or "another rank cannot send its samples"
+        elif not _are_same(made(samples), read.batch):
+            why = "its samples are not the same on every rank, or not when they were sent"
+        cost = self._mean(time.perf_counter() - began)
+        why = next(filter(None, self._lockstep.gathered(why)), "")
+        saved = self._wait * (1 - 1 / self._lockstep.ranks)
+        if not why and cost > saved:
+            why = f"sending would take {1e3 * cost:.0f} ms, and save {1e3 * saved:.0f} ms"
+        self._way = "whole" if why else "by parts"
+        self._decided(why)
+        return read.batch
+
+    def _of_all(self, read: Read) -> list[Any] | None:
+        """Return the samples of all ranks; None if one has none to send."""
+        own = read.sent[:0] if read.why else read.sent
+        of_ranks = self._lockstep.gather(self._doing, own) or []
+        if not all(map(len, of_ranks)):
+            return None
+        return [sample for each in of_ranks for sample in pickle.loads(bytes(each.numpy()))]  # noqa: S301 - a rank's
+
+    def _by_parts(self, read: Read, made: Callable[[Any], Any], again: Callable[[list[Any]], Any]) -> Any:
+        samples = self._of_all(read)
+        return self._whole(read, again) if samples is None else made(samples)
+
+    @staticmethod
+    def _whole(read: Read, again: Callable[[list[Any]], Any]) -> Any:
+        """Return a batch that is read whole after all, as on every rank."""
+        if read.before is not None:
+            read.before.install()
+        return again([*read.of]) if read.batch is None else read.batch
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors by their bytes: torch's own way takes a hundred times as long."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.requires_grad or value.is_cuda or value.layout != torch.strided:
+            return NotImplemented
+        flat = value.contiguous().view(-1).view(torch.uint8)
+        return _unpickled, (flat.numpy().tobytes(), value.dtype, value.shape)
+
+
+def _unpickled(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _dumped(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def _are_same(some: Any, others: Any) -> bool:
+    """Return whether two batches hold the same."""
+    a, b = leaves_of(some), leaves_of(others)
+    return type(some) is type(others) and len(a) == len(b) and all(map(_is_same, a, b))
+
+
+def _is_same(leaf: Any, other: Any) -> bool:
+    return type(leaf) is type(other) and _dumped(leaf) == _dumped(other)
+
+
+def _held(dataset: Any) -> list[Any]:
+    """Return plain values that a dataset, and those that it wraps, hold; and of how many things lists are."""
+    found: list[Any] = []
+    while hasattr(dataset, "__dict__"):
+        for value in vars(dataset).values():
+            found += [value] if type(value) in PLAIN else [len(value)] if type(value) in {list, dict, set} else []
+        dataset = vars(dataset).get("dataset")
+    return found
