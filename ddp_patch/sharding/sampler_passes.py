@@ -184,7 +184,7 @@ class SamplerPasses(Passes[T]):
             )
         # A loader with one iterator for all epochs has drawn its workers' seed already.
         first_from = None if self.has_one_iterator else self._shared_generator
-        draw = states.draw(number, first_from=first_from, on_exit=self._note_epochs)
+        draw = states.draw(number, first_from=first_from, is_watched=self._may_adapt, on_exit=self._note_epochs)
         with draw:  # a sampler's set_epoch may seed its generator
             self._tell_epoch(number)
         if start is not None and start.is_within_pass:
@@ -250,7 +250,6 @@ class SamplerPasses(Passes[T]):
             stream = self._begun_by(order, epoch, ranks)
         if self._balancer is not None:
             stream = balanced_stream(self._balancer, epoch, ranks, stream)
-        is_torchs = self._order_is_drawn or has_computed_order(self.sampler)
         return Streamed(
             stream,
             draw,
@@ -258,10 +257,15 @@ class SamplerPasses(Passes[T]):
             start=start,
             step=1 if self._is_one_shot else self.batching.size,
             draws_ahead=not self._is_one_shot,
-            adapts=None if is_torchs or self._balancer is not None else partial(self._adapts, draw),
+            adapts=partial(self._adapts, draw) if self._may_adapt else None,
             keeps_sizes=keeps_sizes,
             name=self.name,
         )
+
+    @property
+    def _may_adapt(self) -> bool:
+        """Whether somebody may change the sampler within a pass, so that a step at a time is to be drawn."""
+        return self._balancer is None and not has_order(self.sampler)
 
     def _adapts(self, draw: EpochDraw, ahead: int) -> bool:
         """Return whether somebody has changed the samplers within the pass; say once what that means.

@@ -352,6 +352,7 @@ class SamplerStates:
         *,
         has_global: bool = True,
         first_from: torch.Generator | None = None,
+        is_watched: bool = False,
         on_exit: Callable[[], object] = lambda: None,
     ) -> "EpochDraw":
         """Return what to enter while an epoch is drawn.
@@ -360,6 +361,7 @@ class SamplerStates:
             epoch: The epoch.
             has_global: Whether its samplers may draw from the global generators.
             first_from: The loader's generator, if the loader draws a seed for its workers from it before they do.
+            is_watched: Whether somebody asks if the samplers adapt.
             on_exit: Called whenever the samplers have drawn.
         """
         self._generators.find(epoch)
@@ -368,7 +370,7 @@ class SamplerStates:
         if first_from is not None:
             with rng:
                 torch.empty((), dtype=torch.int64).random_(generator=first_from)
-        return EpochDraw(self.holders, self._generators, self._counters, rng, on_exit)
+        return EpochDraw(self.holders, self._generators, self._counters, rng, is_watched, on_exit)
 
     # ---- states ----
 
@@ -423,6 +425,7 @@ class EpochDraw(AbstractContextManager[None]):
         generators: Their generators.
         counters: What they count.
         rng: The epoch's random states.
+        is_watched: Whether somebody asks if the samplers adapt.
         on_exit: Called whenever it is left.
 
     Attributes:
@@ -435,10 +438,11 @@ class EpochDraw(AbstractContextManager[None]):
         generators: _Generators,
         counters: _Counters,
         rng: PrivateRNG,
+        is_watched: bool,
         on_exit: Callable[[], object],
     ) -> None:
         self._holders, self._generators, self._counters = holders, generators, counters
-        self._rng, self._on_exit = rng, on_exit
+        self._rng, self._is_watched, self._on_exit = rng, is_watched, on_exit
         self._left: Any = None  # what the samplers stored when this was left
         self.has_adapted: bool = False
 
@@ -449,7 +453,8 @@ class EpochDraw(AbstractContextManager[None]):
 
     def __exit__(self, *exc: object) -> None:
         self._counters.end_draw(self._before)
-        self._left = _looked_at(self._holders)
+        if self._is_watched:
+            self._left = _looked_at(self._holders)
         self._on_exit()
         self._generators.draws -= 1
         self._rng.__exit__(*exc)
