@@ -131,10 +131,11 @@ def test_what_is_to_be_alike_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> 
 
 # A suite of a user's: the process starts two servers, tells who they are, and waits.
 SUITE = """
-import os, time
+import os, signal, time
 from test_twins_ranks import server_folder
 from ddp_patch.testing import run_ranks
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what runs in the background ignore it
     print(*[part for rank in run_ranks(server_folder, 2) for part in rank], flush=True)
     time.sleep({waits})
 """
