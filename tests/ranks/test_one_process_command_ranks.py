@@ -118,7 +118,7 @@ def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-@pytest.mark.parametrize("launcher", [(*OURS, "-n", "2"), (*TORCHRUN, *OURS, "--mode", "one")], ids=["-n", "torchrun"])
+@pytest.mark.parametrize("launcher", [(*OURS, "-n", "2"), soaked((*TORCHRUN, *OURS, "--mode", "one"))])
 def test_a_script_without_loader_and_optimizer_speaks_and_writes_once_and_does_not_see_its_rank(
     tmp_path: Path, launcher: Sequence[str]
 ) -> None:
@@ -204,6 +204,7 @@ def test_an_error_of_one_rank_is_told(tmp_path: Path) -> None:
                 "The same but for dropout.",
             ],
             id="dropout, and batch normalisation",
+            marks=pytest.mark.soak,  # docs/autopatch.md has such a check, too
         ),
         soaked(
             """
