@@ -154,7 +154,12 @@ class Group:
         except RuntimeError as error:  # what gloo raises
             failure = self._failure(doing, error, meets=meets)
             self.close()
-            raise failure from error
+            try:
+                raise failure from error
+            finally:
+                # Or it would hold its own traceback, and that the connections, whose threads end in whichever process
+                # collects them: in a worker that is forked meanwhile they end it.
+                del failure
 
     def _failure(self, doing: str, error: RuntimeError, *, meets: bool) -> DDPPatchError:
         """Return the error of a connection that failed: why the first rank failed, or who came late or says nothing."""
