@@ -128,8 +128,8 @@ class _Seen:
     # By id, because samplers may be neither hashable nor comparable; until they are gone.
     _of: dict[int, tuple[object, "_Seen"]] = {}  # noqa: RUF012 - all of this process
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values: dict[str, Any] = values
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
         self.changes: dict[str, tuple[int, Any]] = {}
         self.counters: set[str] = set()
 
@@ -141,7 +141,7 @@ class _Seen:
             kept: object = holder
             with suppress(TypeError):  # a class with slots alone
                 kept = weakref.ref(holder, lambda _: of.pop(key, None) and None)
-            of[key] = kept, cls({})
+            of[key] = kept, cls()
         seen = of[key][1]
         for name, now in plain_attributes(holder).items() if looks else ():
             if not _is_same(seen.values.setdefault(name, now), now):
@@ -245,6 +245,7 @@ class _Counters:
             set_now = {name: each for name, each in plain.items() if not isinstance(now.get(name), RandomGenerator)}
             now.update(set_now)
             _Seen.of(self._holders[place], looks=False).values.update(set_now)
+            self._unmoved[place] |= {name: plain[name] for name in self._unmoved[place].keys() & plain.keys()}
             self.values |= {key: plain[key[1]] for key in self.values if key[0] == place and key[1] in plain}
         self.note_changes()
         self.are_as_drawn, self.beginnings = True, {epoch: dict(self.values)}

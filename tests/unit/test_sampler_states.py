@@ -337,6 +337,26 @@ def test_what_a_user_sets_on_a_sampler_counts_always() -> None:
     assert (list(again), flat(again)) == ([], drawn_by(9, 8))
 
 
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_a_loader_that_is_restored_counts_on_from_its_state_also_where_another_loader_has_counted(
+    is_counted: bool,
+) -> None:
+    stopped = patch_dataloader_to_ddp(given(sampler=Warm()))
+    for cursor in range(3):
+        assert flat(stopped) == drawn_by(0, cursor)
+    begun = list(islice(stopped, 2))
+    state = loader_state(stopped)
+    raw: Any = given(sampler=Warm())
+    other, again = patch_dataloader_to_ddp(raw), patch_dataloader_to_ddp(raw)
+    if is_counted:
+        assert flat(other) == drawn_by(0, 0)
+    restore_loader(again, state)
+    assert flat([*begun, *again]) == drawn_by(0, 3)
+    assert flat(again) == drawn_by(0, 4)
+    again.set_epoch(3)  # with which the state begins
+    assert flat(again) == drawn_by(0, 3)
+
+
 def test_an_epoch_of_a_sampler_that_counts_is_refused_where_the_user_has_set_what_it_counts() -> None:
     raw: Any = given(sampler=Warm())
     loader: Any = patch_dataloader_to_ddp(raw)
