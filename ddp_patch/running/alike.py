@@ -31,7 +31,7 @@ from ddp_patch.running.overlay import entries_of, places_left_alone
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch leaves it out of what it exports
 
-__all__ = ["Answers", "alike", "asked", "each_for_itself"]
+__all__ = ["Answers", "alike", "asked"]
 
 
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -61,17 +61,6 @@ _now: list["Answers"] = []  # those that are asked, the latest last
 def asked() -> str:
     """Return what this rank asked the world so far, to compare it with the other ranks when they meet."""
     return _now[-1].asked if _now else ""
-
-
-@contextmanager
-def each_for_itself() -> Iterator[None]:
-    """Let each rank ask the world for itself while entered: it does what other ranks don't."""
-    held = [*_now]
-    _now.clear()
-    try:
-        yield
-    finally:
-        _now[:] = held
 
 
 class Answers:
