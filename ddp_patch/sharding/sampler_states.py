@@ -167,6 +167,7 @@ class _Counters:
         values: The counters.
         are_as_drawn: Whether nobody else has changed an attribute of the samplers.
         beginnings: The counters where an epoch begins, if all epochs before were drawn to their ends.
+        counts_nothing: Whether an epoch was drawn that changed no attribute: then none need be drawn to reach another.
     """
 
     def __init__(self, holders: Sequence[Any]) -> None:
@@ -178,11 +179,12 @@ class _Counters:
         self._unmoved = [*map(self._counting, range(len(holders)))]
         self.note_changes()
         self.are_as_drawn: bool = True
+        self.counts_nothing: bool = False
 
     @property
     def may_count(self) -> bool:
         """Whether a draw may change an attribute by which the samplers count."""
-        return any(map(self._counting, range(len(self._holders))))
+        return not self.counts_nothing and any(map(self._counting, range(len(self._holders))))
 
     def _counting(self, place: int) -> dict[str, Any]:
         """Return the attributes of a sampler by which it may count."""
@@ -220,6 +222,7 @@ class _Counters:
             seen, now = _Seen.of(self._holders[place], looks=False), self._counting(place)
             seen.counters |= {name for name in now if name in was and not _is_same(was[name], now[name])}
             self._note_counters(place, seen)
+            self.counts_nothing = self.counts_nothing and not seen.counters
             self.values |= {(place, name): now[name] for name in seen.counters & now.keys()}
             seen.values.update(plain_attributes(self._holders[place]))
 
@@ -233,7 +236,7 @@ class _Counters:
 
     def end_epoch(self, epoch: int) -> None:
         """Record that an epoch was drawn to its end: the next one begins with the counters of now."""
-        self.beginnings[epoch + 1] = dict(self.values)
+        self.beginnings[epoch + 1], self.counts_nothing = dict(self.values), not self.values
         if len(self.beginnings) > _MOST_BEGINNINGS:
             del self.beginnings[min(known for known in self.beginnings if known)]
 
@@ -326,7 +329,8 @@ class SamplerStates:
             for before in range(latest, epoch):
                 with self.draw(before):
                     left -= sum(1 for _ in islice(begin_iterating(), left))
-                if not counters.values:  # they count nothing
+                if not counters.values:
+                    counters.counts_nothing = True
                     return
                 if not left:
                     break

@@ -18,7 +18,7 @@ from users import loader as given
 from zoo import seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.errors import StateError
+from ddp_patch.errors import StateError, StreamOrderWarning
 from ddp_patch.orders.random_states import generator_state, random_generators, set_generator_state
 
 
@@ -441,6 +441,68 @@ def test_an_epoch_is_not_resumed_that_begins_with_other_items(world_size: int) -
     OfClass.rng.setstate(before)
     restore_loader(again, state)
     assert len({tuple(batch) for batch in [*begun, *again]}) == N // 4 // world_size
+
+
+class Forever(Shuffles):
+    """Has attributes, counts nothing, and never ends."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.size, self.drawn = 7, [0]
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.drawn[0] += 1
+            yield self.drawn[0] % self.size
+
+
+def test_a_sampler_that_counts_nothing_is_drawn_once_to_see_that() -> None:
+    sampler = Forever()
+    loader: Any = patch_dataloader_to_ddp(given(sampler=sampler))
+    for epoch in range(1, 6):
+        loader.set_epoch(epoch)
+        list(islice(loader, 2))
+    assert 2**17 <= sampler.drawn[0] < 2**17 + 1000
+
+
+class Learns(Shuffles):
+    """Gives the index next that it was told to, which only the training knows."""
+
+    def __init__(self, rng: Any = None) -> None:
+        super().__init__(rng)
+        self.next = torch.zeros(1, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(N):
+            yield (int(self.next) + number) % N
+
+
+def learnt(loader: Any, sampler: Learns, after: int = 0) -> list[Any]:
+    found = []
+    for step, batch in enumerate(loader):
+        found.append(list(batch))
+        if step >= after:
+            sampler.next += 1 + step  # as a script changes weights: in place
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 4, 7])
+def test_a_sampler_that_learns_in_each_step_is_drawn_by_what_it_has_learnt(size: int) -> None:
+    alone, sampler = Learns(), Learns()
+    loader: Any = patch_dataloader_to_ddp(given(sampler=sampler, batch_size=size))
+    for _ in range(2):
+        assert learnt(loader, sampler) == learnt(given(sampler=alone, batch_size=size), alone)
+
+
+@pytest.mark.parametrize(
+    ("rng", "after", "told"), [(None, 3, "steps had been drawn"), (1, 0, "a generator of its own")]
+)
+def test_what_a_sampler_that_learns_cannot_have_is_told(rng: int | None, after: int, told: str) -> None:
+    sampler = Learns(None if rng is None else random.Random(rng))
+    loader: Any = patch_dataloader_to_ddp(given(sampler=sampler))
+    with pytest.warns(StreamOrderWarning, match=f"Learns was changed within a pass.*{told}"):
+        learnt(loader, sampler, after)
+    learnt(loader, sampler, after)  # and once
 
 
 @pytest.mark.parametrize("persistent", [False, True])
