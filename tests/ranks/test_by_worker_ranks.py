@@ -1,6 +1,7 @@
 """Ranks whose workers read unequally much, as real processes: equal steps, each batch once, and who is named."""
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddp_patch import errors, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import NoStepsError, RankMismatchError, RanksFailedError, UnsupportedLoaderError
-from ddp_patch.ranks.group import opened
+from ddp_patch.ranks.group import Channel, opened
 
 BATCH = 2
 
@@ -389,6 +390,20 @@ def faults(rank: int, world_size: int, folder: str) -> None:
         Path(folder, f"{number}-{rank}").write_text(said)
         if act is not dies:
             dist.barrier()
+
+
+def channels_after_an_error(rank: int, world_size: int) -> int:
+    gc.collect()
+    gc.disable()
+    with suppress(LookupError, RankMismatchError):
+        raises_an_error(rank, at=5, workers=0, most=2)
+    return sum(isinstance(held, Channel) for held in gc.get_objects())
+
+
+def test_an_error_that_was_caught_holds_no_connection() -> None:
+    """Its threads would end in the process that collects it, which may be a worker: that would be aborted."""
+    first, _, last = run_ranks(channels_after_an_error, 3)  # rank 1 raises the user's own error
+    assert (first, last) == (0, 0)
 
 
 def test_a_rank_that_goes_its_own_way_is_named_to_the_others(tmp_path: Path) -> None:
