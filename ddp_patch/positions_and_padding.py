@@ -116,33 +116,16 @@ class Plan:
         real = len(range(share.start, min(share.stop, n), share.step))
         return share[real:]
 
-    def repeats_from(self, taken: int, began_by: int) -> int:
-        """Return from which item on padding repeats: the epoch's first one, or the first one of what is left.
-
-        On as many ranks as began the epoch, padding is that of a run that never stopped. Other ranks repeat none of
-        those items that were taken before.
-
-        Args:
-            taken: How many items were taken before.
-            began_by: How many ranks began the epoch.
-        """
-        return 0 if began_by in {0, self.num_replicas} else taken
-
-    def own_and_repeated(self, n: int, taken: int = 0, repeats_from: int = 0) -> tuple[range, range]:
+    def own_and_repeated(self, n: int, taken: int = 0) -> tuple[range, range]:
         """Return the positions of this rank's own items, and of the items that its padding repeats.
 
         Both are positions below n, where ``share(n, taken)`` gives padding as positions >= n.
-
-        Args:
-            n: How many items the stream has.
-            taken: How many of them were taken before.
-            repeats_from: The position of the first item that padding repeats.
         """
         share, padding = self.share(n, taken), self.padding(n, taken)
         if not padding:
             return share, padding
         # One offset fits all padding: it is shorter than the stream, or this rank has a single item of it.
-        offset = (padding.start - repeats_from) // (n - repeats_from) * (n - repeats_from)
+        offset = padding.start // n * n
         return share[: len(share) - len(padding)], range(padding.start - offset, padding.stop - offset, padding.step)
 
     def divide(self, n: int) -> tuple[range, range]:

@@ -94,8 +94,7 @@ class Drawn(Iterator[Chunk[T]]):
         plan: Which positions are the rank's.
         taken: How many of the first items are left out: they are drawn, unless ``first`` says that the iterator comes
             after them.
-        first: The items that padding may repeat, if the iterator comes after those that are left out.
-        repeats_from: The position of the first item that padding repeats: 0, or ``taken``.
+        first: The stream's first items, which padding may repeat, if the iterator comes after those that are left out.
         step: How many rounds, of one item for each rank, make a step. Each chunk has some whole steps.
         rounds: How many rounds each chunk has. None lets them grow. The first is one step, so that the first batch
             comes at once; each has twice as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in
@@ -107,8 +106,7 @@ class Drawn(Iterator[Chunk[T]]):
         digest: Is told all items; None if nobody compares them.
 
     Attributes:
-        first: The items that padding repeats; at most one less than there are ranks.
-        repeats_from: As given.
+        first: The stream's first items, which padding repeats; at most one less than there are ranks.
     """
 
     def __init__(
@@ -119,7 +117,6 @@ class Drawn(Iterator[Chunk[T]]):
         *,
         taken: int = 0,
         first: list[T] | None = None,
-        repeats_from: int = 0,
         step: int = 1,
         rounds: Iterator[int] | None = None,
         adapts: Callable[[int], bool] | None = None,
@@ -131,7 +128,6 @@ class Drawn(Iterator[Chunk[T]]):
         self._items: Iterator[Any] = compress(iterator, self._left)  # no faster way to count
         self._copies, self._step, self._adapts = copies, step, adapts
         self._taken, self._to_skip = taken, taken if first is None else 0
-        self.repeats_from: int = repeats_from
         # What the rounds that were looked at have shown: whether they have indices or lists of these, and how many
         # samples the largest has.
         self._is_plain = False
@@ -172,8 +168,7 @@ class Drawn(Iterator[Chunk[T]]):
             with self._random_context():
                 items = self._draw_all(size, copy_item if self._copies else None)
             self._kept = []
-            if not self.repeats_from:
-                self.first += items[: max(0, most - len(self.first))]
+            self.first += items[: max(0, most - len(self.first))]
             self._to_skip -= len(items)
 
     def pass_through(self, noting: Callable[[Iterator[T]], Iterator[T]]) -> None:
@@ -307,8 +302,7 @@ def split_chunks(plan: Plan, drawn: Drawn[T], on_end: Callable[[int], None]) -> 
     length = drawn.begins_at + came
     if not ended:
         on_end(length)
-    begin = drawn.repeats_from
-    yield [drawn.first[(at - begin) % (length - begin)] for at in plan.padding(length, drawn.begins_at)]
+    yield [drawn.first[position % length] for position in plan.padding(length, drawn.begins_at)]
 
 
 def copied_items(stream: Iterator[T]) -> Iterator[T]:

@@ -167,7 +167,7 @@ class Indexed(ItemSource[T]):
             order = self._balanced(order, taken, self.digest)
         length = self.length = order.length
         at: Callable[[range], Sequence[T]] = order.at
-        real, repeated = plan.own_and_repeated(length, taken, plan.repeats_from(taken, self._start.ranks))
+        real, repeated = plan.own_and_repeated(length, taken)
         padding = at(repeated) if repeated else []  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = max(0, length - taken) // plan.num_replicas
@@ -267,7 +267,6 @@ class Streamed(ItemSource[T]):
             lambda: random_context,
             plan,
             taken=sum(start.taken),
-            repeats_from=plan.repeats_from(sum(start.taken), start.ranks),
             step=step,
             rounds=None if draws_ahead else repeat(1),
             adapts=adapts,

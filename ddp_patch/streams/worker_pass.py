@@ -45,9 +45,9 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         self._number, self._epoch, position = worker.begin()
         self._worker_index, self._workers = this_worker()
         self._part = worker.part_of(position)
-        # How many items of its part were taken before the pass, and from which on padding repeats them; what is known
-        # of the stream there; and whether a state counts one stream or parts.
-        self._taken = self._repeats_from = 0
+        # How many items of its part were taken before the pass; what is known of the stream there; and whether a state
+        # counts one stream or parts.
+        self._taken = 0
         self._known = StreamSnapshot()
         self._counts: int | None = None
         if position is not None:
@@ -79,7 +79,6 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             return
         parts, snapshots = position.taken or (0,), position.states.streams
         self._taken = parts[self._part % len(parts)]
-        self._repeats_from = self._worker.plan.repeats_from(self._taken, position.ranks)
         self._counts = PARTS if len(parts) > 1 else None if position.is_at_epoch_start else STREAM
         self._known = snapshots[self._part % len(snapshots)] if snapshots else StreamSnapshot()
 
@@ -116,17 +115,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         # Whole batches: none can come without, and states are taken between two.
         rounds = chain([1, worker.batching.size - 1 or 1], repeat(worker.batching.size))
         # These are samples, not indices.
-        repeats_from = self._repeats_from
-        drawn = Drawn(
-            stream,
-            lambda: self,
-            plan,
-            taken=self._taken,
-            first=first,
-            repeats_from=repeats_from,
-            rounds=rounds,
-            copies=False,
-        )
+        drawn = Drawn(stream, lambda: self, plan, taken=self._taken, first=first, rounds=rounds, copies=False)
         mine = self._of_worker(chain.from_iterable(split_chunks(plan, drawn, self._note_end)))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
         worker.is_underway = False
@@ -278,7 +267,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         Padding repeats the stream's first items, so these are read where there may be padding.
         """
         plan = self._worker.plan
-        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and self._taken and not self._repeats_from else 0
+        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and self._taken else 0
         if not (self._has_state and self._known.state):
             return None
         first = list[T]()

@@ -97,17 +97,3 @@ def test_parts_of_chunks_make_up_the_share(n: int, world: int, uneven: Uneven, d
 def test_huge_streams_cost_nothing(n: int, world: int, uneven: Uneven) -> None:
     first, last = (Plan(rank, world, uneven).share(n) for rank in (0, world - 1))
     assert 0 <= len(first) - len(last) <= 1
-
-
-@given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 6), st.integers(1, 6))
-def test_padding_of_a_rest_repeats_what_came_before_only_on_the_ranks_that_began(
-    n: int, taken: int, ranks: int, began_by: int
-) -> None:
-    taken = min(taken, n)
-    plans = [Plan(rank, ranks) for rank in range(ranks)]
-    parts = [plan.own_and_repeated(n, taken, plan.repeats_from(taken, began_by)) for plan in plans]
-    assert sorted(position for own, _ in parts for position in own) == list(range(taken, n))
-    repeated = {position for _, padding in parts for position in padding}
-    assert all(position < n for position in repeated)
-    if ranks != began_by:
-        assert all(position >= taken for position in repeated)
