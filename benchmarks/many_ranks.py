@@ -29,11 +29,12 @@ from ddp_patch.evaluation.shares import share_of_step
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import Digest
-from ddp_patch.ranks import agreement, claims, pass_facts
+from ddp_patch.ranks import agreement, claims, pass_monitor, patient_store
 from ddp_patch.ranks.agreement import Subject, agree
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.exchange import exchange
-from ddp_patch.ranks.pass_facts import PassMonitor, Progress, Rules, State, next_count
+from ddp_patch.ranks.pass_facts import Digests, Progress, State, next_count
+from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.patched_loaders import patched_facts
 
@@ -134,7 +135,7 @@ class Passing:
     def begin(self) -> None:
         """Begin a pass."""
         self.given, self.state, self.digest = 0, State.RUNNING, Digest()
-        self.begun = self.monitor.begin(self.passes, "0", self.progress, lambda: self.digest.marks)
+        self.begun = self.monitor.begin(self.passes, 0, self.progress, Digests(lambda: self.digest.marks))
         self.passes += 1
 
     def progress(self) -> Progress:
@@ -254,7 +255,7 @@ def main() -> None:
     dist.get_rank = lambda *_: HERE.rank
     dist.get_world_size = lambda *_: HERE.world
     dist.is_initialized = lambda: True
-    for module in (agreement, claims, pass_facts):
+    for module in (agreement, claims, pass_monitor, patient_store):
         module.default_store = lambda: HERE.store  # type: ignore[attr-defined]  # as they import it
     distributed_c10d._get_default_store = lambda: HERE.store
     head = ["", "on a rank", *(f"W = {world}" for world in WORLDS), "formula"]

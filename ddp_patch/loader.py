@@ -28,7 +28,7 @@ from ddp_patch.loaders.overlap import NotedIndices
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.orders.chunks import State
-from ddp_patch.ranks.pass_facts import PassMonitor
+from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.iterators import CountedIterator, EmptyIterator, RepeatedPasses, WatchedIterator
 from ddp_patch.sharding.loader_passes import Passes
 from ddp_patch.sharding.pickled_batches import by_value

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, SupportsIndex, TypeVar, Unpack, cast, overload
+from typing import Any, Literal, Protocol, SupportsIndex, TypeVar, Unpack, cast, overload
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +36,7 @@ from ddp_patch.options import Fingerprint, Layout, Options, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.parts import Parts
-from ddp_patch.ranks.pass_facts import PassMonitor, Rules
+from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.iterators import RepeatedPasses
 from ddp_patch.sharding.loader_passes import Passes
@@ -419,14 +419,15 @@ def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> 
         return loader
     name, by_name = f"{kind.__name__} {agreed.place}", type(by).__name__
     has_all_data = facts.has_all_data
+    lengths: Literal["alike", "warned", "any"] = "warned" if getattr(by, "is_ddp_aware", None) is True else "alike"
+    if agreed.options.uneven == "keep":
+        lengths = "any"
     rules = Rules(
         name=lambda: name,
         forgets_looks=True,
-        has_own_lengths=agreed.options.uneven == "keep",
-        only_warns_of_lengths=getattr(by, "is_ddp_aware", None) is True,
-        why_orders_differ=partial(_why_parts_are_uneven, by_name),
+        lengths=lengths,
+        why={"order": partial(_why_parts_are_uneven, by_name), "data": lambda: agreed.data_named},
         data_digest=partial(agreed.data_digest, facts.dataset) if has_all_data else str,
-        data_named=agreed.data_named,
         is_begun_by_all=agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1,
     )
     knows_all, parts = any(sampler is by for sampler in samplers_within(facts.iterated)), None

@@ -8,9 +8,11 @@ import torch.distributed as dist
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.orders.digest import Digest
-from ddp_patch.ranks import claims, pass_facts
+from ddp_patch.ranks import claims, pass_monitor, patient_store
 from ddp_patch.ranks.claims import Claims
-from ddp_patch.ranks.pass_facts import BegunPass, PassMonitor, Progress, Rules, State, next_count
+from ddp_patch.ranks.pass_facts import BegunPass, Digests, Progress, Stage, State, next_count
+from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
+from ddp_patch.ranks.pass_numbers import MORE_THAN_A_LOOK
 
 __all__ = ["Connection", "Rank", "connected", "new_store", "rule_of", "run_together"]
 
@@ -20,7 +22,7 @@ _SAYS = {
     "others": "different numbers of passes over their other loaders",
     "order": "draw different orders",
     "length": "took more of it",
-    "held": "differ at the same indices",
+    "data": "differ at the same indices",
 }
 
 
@@ -53,7 +55,7 @@ class Connection:
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each rank find its own connection."""
-    for module in (claims, pass_facts):
+    for module in (claims, pass_monitor, patient_store):
         monkeypatch.setattr(module, "default_store", lambda: Connection.current)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
 
@@ -97,10 +99,10 @@ class Rank:
     ) -> Iterator[None]:
         """Take so many batches of a new pass, with what the loop is told at last."""
         options: dict[str, Any] = {
-            "begins_at": "0",
+            "item": 0,
             "order": "abcdefghijklmnop",
             "others": 0,
-            "held": "",
+            "data": "",
             "nested": 0,
             **(how or {}),
         }
@@ -109,16 +111,17 @@ class Rank:
         def progress() -> Progress:
             return Progress(given, given, state, None if is_own else self.slack, given)
 
-        begun = self.monitor.begin(epoch, options["begins_at"], progress, lambda: digest.marks)
+        begun = self.monitor.begin(epoch, options["item"], progress, Digests(lambda: digest.marks))
         assert begun is not None
-        begun.word = begun.word._replace(others=options["others"], held=options["held"])
+        begins = begun.word.begins._replace(other_passes=options["others"], data=options["data"])
+        begun.word = begun.word._replace(begins=begins)
         yield
         for number in range(batches):
             digest.add(options["order"][number])
             given += 1
             self._tell(begun, progress())
-            if given <= pass_facts.MORE_THAN_A_LOOK:
-                self.monitor.goes_on(begun)
+            if given <= MORE_THAN_A_LOOK:
+                self.monitor.numbers.goes_on(begun)
             if given >= due:
                 self.monitor.compare(begun, due)
                 due = next_count(due)
@@ -138,17 +141,17 @@ class Rank:
         yield
 
     def _tell(self, begun: BegunPass, given: Progress) -> None:
-        if begun.is_told:
-            begun.tell(given)
+        if begun.stage is Stage.REPORTS:
+            begun.report(given)
 
     def sets_an_epoch(self) -> Iterator[None]:
         """Choose an epoch."""
-        self.monitor.strike_looks()
+        self.monitor.numbers.strike_looks()
         yield
 
     def restores(self) -> Iterator[None]:
         """Restore a position."""
-        self.monitor.cut_off()
+        self.monitor.numbers.cut_off()
         yield
 
     def hears(self) -> Iterator[None]:

@@ -14,15 +14,13 @@ import torch.distributed as dist
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import DDPPatchWarning, RankMismatchError, WorldError
 from ddp_patch.ranks.exchange import digest
+from ddp_patch.ranks.patient_store import STORE_ERRORS, PatientStore
 
 __all__ = ["Claims", "agreed_claims", "claims_of_explicit_world", "unwatched"]
 
 # Which process group it is of those that had the same store, and how often loaders that look alike were patched in it.
 _given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _patched: WeakKeyDictionary[Any, defaultdict[str, int]] = WeakKeyDictionary()
-
-# What stores raise that are gone; a fake group's holds nothing that can be read.
-_STORE_ERRORS = (RuntimeError, ValueError)
 
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
@@ -34,8 +32,6 @@ _gone: deque[tuple[ref[Any], Collection[str]]] = deque()
 _alive: WeakSet["Claims"] = WeakSet()
 
 _NEVER = "~"  # no value that anybody leaves
-# After so many failures in a row, twice as many requests are left out each time, up to this many doublings.
-_DOUBLINGS = 10
 # Begins a mismatch that is told to all; a number there says which pass all ranks have begun.
 _MISMATCH = "!"
 
@@ -53,6 +49,10 @@ class Claims:
         members: The global ranks of all of them.
         keys: What this rank has left there already.
         read_one_stream: Whether all shard one stream: a process group may contain several explicit worlds.
+
+    Attributes:
+        group, rank, members, read_one_stream: As given.
+        store: The store, which may fail.
     """
 
     def __init__(
@@ -69,37 +69,19 @@ class Claims:
         self.members: Sequence[int] = members
         self.read_one_stream: bool = read_one_stream
         self._key = key
-        # No more than a reference: a store that is kept keeps its port, too.
-        self._store: ref[Any] = ref(default_store())
-        # How often in a row the store has failed, and how many requests are left out since; -1 before any.
-        self._failures, self._left_out = -1, 0
+        self.store: PatientStore = PatientStore()
         self._keys = {*keys}  # all that this rank has left
         self._forgotten = -1  # the latest pass of which this is deleted
         _delete_gone()
         _alive.add(self)
-        finalize(self, _gone.append, (self._store, self._keys)).atexit = False
+        finalize(self, _gone.append, (self.store.ref, self._keys)).atexit = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of the loader makes passes of its own, which other ranks need not know about
 
-    @property
-    def is_open(self) -> bool:
-        """Whether anybody may still claim: the process group is there, and its store."""
-        return self._open_store() is not None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the store has ever failed, so that ranks may not know what others have said."""
-        return self._failures >= 0
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether the store is there and has not failed lately."""
-        return self.is_open and self._failures <= 0
-
     def claim(self, name: str, value: str) -> str:
         """Set a fact unless some rank has, and return what counts; the value itself if nobody can tell."""
-        found = self._asked("compare_set", name, "", value)
+        found = self.store.ask("compare_set", self._path(name), "", value)
         if found is not None and found.decode(errors="replace") != value:
             return str(found.decode(errors="replace"))
         self._owned(name)
@@ -107,19 +89,11 @@ class Claims:
 
     def put(self, name: str, value: str) -> bool:
         """Set a value in the least time, without an answer; return whether the store took it."""
-        key, store = self._owned(name), self._store()
-        try:
-            if store is None or self._is_left_out():
-                return False
-            store.set(key, value)
-        except _STORE_ERRORS as error:
-            self._fail(error)
-            return False
-        return True
+        return self.store.set(self._owned(name), value)
 
     def value(self, name: str) -> str | None:
         """Return what is set now; None if nothing is. Whoever asks a store to get that would wait."""
-        found = self._asked("compare_set", name, _NEVER, _NEVER)
+        found = self.store.ask("compare_set", self._path(name), _NEVER, _NEVER)
         text = _NEVER if found is None else str(found.decode(errors="replace"))
         return None if text == _NEVER else text
 
@@ -135,7 +109,7 @@ class Claims:
 
     def add(self, name: str, more: int) -> int:
         """Add to a number that is all ranks', and return it; 0 if nobody can tell."""
-        found = int(self._asked("add", name, more) or 0)
+        found = int(self.store.ask("add", self._path(name), more) or 0)
         if found >= len(self.members):  # the last one of them is to delete it
             self._owned(name)
         return found
@@ -146,7 +120,7 @@ class Claims:
             self._forgotten += 1
             of_pass = f"{self._key}/{self._forgotten}/"
             for key in [key for key in self._keys if key.startswith(of_pass)]:
-                self._asked("delete_key", key.removeprefix(f"{self._key}/"))
+                self.store.ask("delete_key", key)
                 self._keys.discard(key)
 
     # ---- what all are told ----
@@ -166,61 +140,24 @@ class Claims:
         """Tell all of a mismatch, or which pass all have begun, unless a mismatch is told already."""
         said, before = f"{told}" if isinstance(told, int) else _MISMATCH + told, self.value("told") or ""
         while not before.startswith(_MISMATCH):
-            found = self._asked("compare_set", "told", before, said)
+            found = self.store.ask("compare_set", self._path("told"), before, said)
             if found is None or (now := found.decode(errors="replace")) == said:
                 break
             before = now
-
-    # ---- the store ----
-
-    def _asked(self, operation: str, name: str, *arguments: Any) -> Any:
-        """Return what the store answers; None if it is gone or fails."""
-        if (store := self._open_store()) is None or self._is_left_out():
-            return None
-        try:
-            answer = getattr(store, operation)(self._path(name), *arguments)
-        except _STORE_ERRORS as error:
-            self._fail(error)
-            return None
-        self._failures = min(self._failures, 0)
-        return answer
-
-    def _is_left_out(self) -> bool:
-        """Return whether to leave a request out, because the last ones failed; each may take long to do so."""
-        self._left_out = max(0, self._left_out - 1)
-        return self._left_out > 0
-
-    def _fail(self, error: Exception) -> None:
-        """Note that the store failed, and warn the first time."""
-        has_warned, self._failures = self._failures >= 0, max(self._failures, 0) + 1
-        self._left_out = 2 ** min(self._failures, _DOUBLINGS)
-        if not has_warned and self._open_store() is not None:
-            warnings.warn(
-                "The ranks cannot compare their passes over a loader now, because the process group's store failed "
-                f"({type(error).__name__}: {error}). They go on, and compare again once it answers. If it does not, "
-                "look for the rank or the network that is gone.",
-                DDPPatchWarning,
-                stacklevel=2,
-            )
-
-    def _open_store(self) -> Any:
-        """Return the store, or None if it is gone."""
-        store = self._store() if dist.is_initialized() else None
-        return store if store is not None and store is default_store() else None
 
 
 @atexit.register
 def _leave_marks_of_exit() -> None:
     for claims in [*_alive]:
-        with suppress(*_STORE_ERRORS):  # the process that holds it may have ended before
-            if (store := claims._open_store()) is not None:
+        with suppress(*STORE_ERRORS):  # the process that holds it may have ended before
+            if (store := claims.store.opened()) is not None:
                 store.set(claims._path(f"exit/{claims.rank}"), "1")
 
 
 def _delete_gone() -> None:
     """Delete what this rank has left about loaders that are gone, but for the last ones."""
     while len(_gone) > _GONE_KEPT:
-        with suppress(IndexError, *_STORE_ERRORS):  # another thread took it; or the store is gone
+        with suppress(IndexError, *STORE_ERRORS):  # another thread took it; or the store is gone
             store, keys = _gone.popleft()
             for key in keys if dist.is_initialized() and store() is default_store() else ():
                 default_store().delete_key(key)
@@ -273,7 +210,7 @@ def claims_of_explicit_world(share: int, num_replicas: int, described: Mapping[s
         )
         if takers > most:
             store.set(f"{key}/told", _MISMATCH + text)
-    except _STORE_ERRORS as error:
+    except STORE_ERRORS as error:
         warnings.warn(
             f"The ranks cannot compare which of them takes shard {share} of {num_replicas}, nor their passes over this "
             f"loader, because the process group's store failed at the patch ({type(error).__name__}: {error}). "

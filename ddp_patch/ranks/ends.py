@@ -62,7 +62,7 @@ class Ends:
         until_s = monotonic() + min(max(_MOMENT_S, _STEPS * step_s), _MOST_S)
         while claims.value(f"given/{more % _SLOTS}") != f"{step} {more}":
             # All that have come to their ends: then nobody is given more.
-            if ended >= self._ends * len(claims.members) or not claims.is_heard or monotonic() > until_s:
+            if ended >= self._ends * len(claims.members) or not claims.store.is_heard or monotonic() > until_s:
                 return False
             sleep(_AGAIN_S)
             ended = claims.add("ended", 0)
@@ -81,7 +81,7 @@ class Ends:
         """
         began_s = looked_s = monotonic()
         missing, why = list[int](), ""
-        while self.all_begun < number and claims.is_heard and self._patience_s > 0:
+        while self.all_begun < number and claims.store.is_heard and self._patience_s > 0:
             is_over = monotonic() - began_s > self._patience_s
             if is_over or monotonic() - looked_s > _LOOK_S:
                 looked_s = monotonic()

@@ -4,7 +4,9 @@ from typing import Any
 
 from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
-from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, PassMonitor, Progress, next_count
+from ddp_patch.ranks.pass_facts import BegunPass, Digests, Progress, Stage, next_count
+from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.pass_numbers import MORE_THAN_A_LOOK
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import NotedBatch
 
@@ -66,12 +68,12 @@ class Delivery:
         self.next_comparison: int = 2
         self._items, self._source = items, items.source
         self._monitor = monitor
-        self._logged: BegunPass | None = None
+        self._begun: BegunPass | None = None
 
-    def begin_pass(self, epoch: int, begins_at: str, sketch: Sketch | None = None) -> None:
-        """Record that the pass begins: over which epoch, where in it, and with which notes of its sampler, if any."""
-        marks, of_numbers = self._source.marks, self._source.number_marks
-        self._logged = self._monitor.begin(epoch, begins_at, self.progress, marks, sketch, of_numbers)
+    def begin_pass(self, epoch: int, item: int = 0, sketch: Sketch | None = None) -> None:
+        """Record that the pass begins: over which epoch, at which item, and with which notes of its sampler, if any."""
+        digests = Digests(self._source.marks, self._source.number_marks)
+        self._begun = self._monitor.begin(epoch, item, self.progress, digests, sketch)
 
     def begin_loop(self) -> None:
         """Record that a loop begins to take batches, which are counted."""
@@ -88,32 +90,32 @@ class Delivery:
         self.batches = delivered = self.batches + 1
         if delivered == 1:
             self._source.note_first_batch()
-        if (logged := self._logged) is None:
+        if (begun := self._begun) is None:
             return
-        if logged.is_told:
-            self._tell_log()
+        if begun.stage is Stage.REPORTS:
+            begun.report(self.progress())
         if delivered <= MORE_THAN_A_LOOK:
-            self._monitor.goes_on(logged)
+            self._monitor.numbers.goes_on(begun)
         if self._is_open_ended:
-            self._monitor.give_step(logged, delivered)
+            self._monitor.give_step(begun, delivered)
         if delivered >= self.next_comparison:
             self.compare()
 
     def note_samples(self, batch: Any) -> None:
         """Record the samples of a batch that the loop is about to be given."""
-        if self._logged is not None and self._monitor.parts is not None:
-            self._monitor.parts.note_batch(batch, self._logged.sketch)
+        if self._begun is not None and self._monitor.parts is not None:
+            self._monitor.parts.note_batch(batch, self._begun.sketch)
 
     def lose_count(self) -> None:
         """Record that the loop is given batches after an error: nobody knows which."""
         self.state, self.batches = State.RUNNING, None
-        self._tell_log()
+        self._report_progress()
 
     def fail(self) -> None:
         """Record that the loop was given an error of the loader's instead of a batch."""
         self.state = State.FAILED
-        self._tell_log()
-        self._monitor.report(self._logged)  # the others may not wait for this rank's next comparison
+        self._report_progress()
+        self._monitor.report(self._begun)  # the others may not wait for this rank's next comparison
 
     def end(self) -> None:
         """Record that the loop was told of an end: of the pass, or before it, by an iterator of the user's.
@@ -125,10 +127,10 @@ class Delivery:
         self.state = State.ENDED if is_whole else State.LEFT
         self.compare(at_end=True)
         if is_whole:
-            if self._logged is not None and self._is_open_ended and self.batches is not None:
-                self._monitor.end_steps(self._logged, self.batches)
-            if self._logged is not None:
-                self._monitor.end_whole(self._logged)
+            if self._begun is not None and self._is_open_ended and self.batches is not None:
+                self._monitor.end_steps(self._begun, self.batches)
+            if self._begun is not None:
+                self._monitor.end_whole(self._begun)
             self._source.note_loop_end()
 
     def progress(self) -> Progress:
@@ -157,14 +159,14 @@ class Delivery:
         Raises:
             RankMismatchError: As ``PassMonitor.compare``.
         """
-        self._tell_log()
+        self._report_progress()
         self._source.require_one_order()
         count = None if at_end else self.next_comparison
         if not at_end:
             self.next_comparison = next_count(max(self.next_comparison, self.batches or 0))
-        self._monitor.compare(self._logged, count)
+        self._monitor.compare(self._begun, count)
 
-    def _tell_log(self) -> None:
-        """Tell the log how far this has come, where it no longer asks: another pass has begun since."""
-        if self._logged is not None and self._logged.is_told:
-            self._logged.tell(self.progress())
+    def _report_progress(self) -> None:
+        """Report how far the pass has come, where nobody asks it any more: another pass has begun since."""
+        if self._begun is not None and self._begun.stage is Stage.REPORTS:
+            self._begun.report(self.progress())

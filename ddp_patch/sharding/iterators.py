@@ -20,7 +20,7 @@ from ddp_patch.errors import DDPPatchError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.overlap import NotedIndices
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.ranks.pass_facts import PassMonitor
+from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.delivery import Delivery, Items
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.loader_passes import Passes
@@ -164,7 +164,7 @@ class WatchedIterator(AroundIterator):
         self, wrapped: Any, monitor: PassMonitor, noted: NotedIndices | None = None, *, is_open_ended: bool
     ) -> None:
         self._monitor, self._noted, self._source = monitor, noted, ItemSource[Any]()
-        self._source.is_open_ended, self._source.has_own_length = is_open_ended, monitor.rules.has_own_lengths
+        self._source.is_open_ended, self._source.has_own_length = is_open_ended, monitor.rules.lengths == "any"
         super().__init__(wrapped)
 
     def begin(self) -> None:
@@ -176,9 +176,9 @@ class WatchedIterator(AroundIterator):
         if self._delivery is None:
             self._delivery = Delivery(self._monitor, Items(self._source))
             if self._noted is None:
-                self._delivery.begin_pass(0, "0")
+                self._delivery.begin_pass(0)
             else:
-                self._delivery.begin_pass(self._noted.epoch, "0", self._noted.sketch)
+                self._delivery.begin_pass(self._noted.epoch, sketch=self._noted.sketch)
             self._delivery.begin_loop()
         return super().__next__()
 

@@ -17,7 +17,7 @@ from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
 from ddp_patch.positions_and_padding import Batching, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.parts import Parts
-from ddp_patch.ranks.pass_facts import PassMonitor, Rules
+from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
 from ddp_patch.sharding.sampler_states import DatasetStates, SamplerStates
 from ddp_patch.sharding.saved_state import Position, States
 from ddp_patch.validation import as_index
@@ -210,7 +210,7 @@ class Passes(Generic[T]):
         self._finish_latest()
         self.latest = None
         self._was_chosen = True
-        self.monitor.strike_looks()
+        self.monitor.numbers.strike_looks()
         self.epochs.current = self.epochs.upcoming = number
 
     def _finish_latest(self) -> None:
@@ -326,6 +326,6 @@ class Passes(Generic[T]):
         if position.seed is not None:
             self.agreed.seed.value = position.seed
         self.latest = None
-        self.monitor.cut_off()
+        self.monitor.numbers.cut_off()
         self.choose(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.counts_rest = position, counts_rest

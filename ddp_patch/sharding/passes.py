@@ -71,7 +71,7 @@ class RankItems(Items, Generic[T]):
         """
         self.drawn = State.RUNNING
         try:
-            delivery.begin_pass(self._start.epoch, str(self.taken_before))
+            delivery.begin_pass(self._start.epoch, self.taken_before)
             for chunk in self.source.chunks():
                 if self.source.length is not None and not self._has_noted_length:
                     self._note_length(self.source.length)

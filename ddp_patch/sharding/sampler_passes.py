@@ -17,7 +17,7 @@ from ddp_patch.orders.orders import EpochOrder, has_computed_order, has_order, i
 from ddp_patch.orders.random_states import RandomGenerator, distributed_permutation, epoch_seed, look, random_generators
 from ddp_patch.positions_and_padding import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.pass_facts import Rules
+from ddp_patch.ranks.pass_monitor import Rules
 from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.item_sources import Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.loader_passes import Passes
@@ -71,9 +71,11 @@ class SamplerPasses(Passes[T]):
         rules = Rules(
             has_one_order=has_one_order,
             forgets_looks=has_one_order,
-            why_orders_differ=partial(_why_orders_differ, stream.name, balancer is not None),
+            why={
+                "order": partial(_why_orders_differ, stream.name, balancer is not None),
+                "data": lambda: agreed.data_named,
+            },
             data_digest=partial(agreed.data_digest, stream.dataset),
-            data_named=agreed.data_named,
         )
         super().__init__(stream.name, wrapper, agreed, batching, states, facts, rules, agreed.why_in_common)
         self.sampler: Iterable[T] = stream.source

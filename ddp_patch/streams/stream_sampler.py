@@ -19,7 +19,9 @@ from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.orders.digest import END
 from ddp_patch.positions_and_padding import Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.pass_facts import Marks, Rules
+from ddp_patch.ranks.pass_facts import Marks
+from ddp_patch.ranks.pass_monitor import Rules
+from ddp_patch.ranks.pass_rules import Rule
 from ddp_patch.sharding.item_sources import ItemSource, Nothing
 from ddp_patch.sharding.loader_passes import Passes
 from ddp_patch.sharding.passes import Pass
@@ -132,10 +134,10 @@ class StreamPasses(Passes[None]):
         states = DatasetStates(generators_only(given.dataset))
         name, claims = type(given.dataset).__name__, agreed.claims
         is_compared = not agreed.options.by_worker and claims is not None and claims.read_one_stream
-        rules = Rules(data_digest=lambda: agreed.data_digest(given.dataset), data_named=agreed.data_named)
+        why: dict[Rule, Callable[[], str]] = {"data": lambda: agreed.data_named}
         if is_compared:
-            why, why_numbers = self._why_streams_differ, self.why_numbers_differ
-            rules = replace(rules, why_orders_differ=why, why_numbers_differ=why_numbers)
+            why |= {"order": self._why_streams_differ, "numbers": self.why_numbers_differ}
+        rules = Rules(why=why, data_digest=lambda: agreed.data_digest(given.dataset))
         why_in_common = partial(_why_parts_overlap, name) if agreed.options.by_worker else None
         super().__init__(
             name, wrapper, agreed, given.batching, states, facts, rules, why_in_common, max(1, given.num_workers)
@@ -438,7 +440,7 @@ class StreamSource(ItemSource[None]):
             "by worker 0 and worker {1} of one rank: they differ within the first {0} items. ",
         )
         if (found := self.workers_differ()) is not None:
-            why = self._passes.monitor.rules.why_orders_differ()
+            why = self._passes.monitor.rules.why_broken("order")
             raise RankMismatchError(f"{name} is read in other orders {seen.format(*found)}{why}")
         if (found := self.workers_differ(NUMBERS)) is not None and self._passes.may_say("numbers"):
             text = f"{name} is read with other numbers {seen.format(*found)}{self._passes.why_numbers_differ()}"

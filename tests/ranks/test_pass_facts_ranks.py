@@ -108,8 +108,8 @@ def counted(rank: int, world_size: int) -> list[tuple[str, int]]:
             return asked
 
     claims: Any = train.sampler.rank_passes.monitor.claims  # type: ignore[attr-defined]
-    claims._store = Counting
-    claims._open_store = Counting
+    claims.store.ref = Counting
+    claims.store.opened = Counting
     whole(train)
     return calls
 

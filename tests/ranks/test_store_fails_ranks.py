@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader
 from zoo import Indices
 
 from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import DDPPatchWarning, RankMismatchError
-from ddp_patch.ranks import claims
+from ddp_patch.ranks import claims, patient_store
 
 
 class Failing:
@@ -26,6 +27,15 @@ class Failing:
         return getattr(self.store, name)
 
 
+def failing() -> Any:
+    """Return this process's store, which fails when it is told to."""
+    modules: list[Any] = [claims, patient_store]
+    store = Failing(default_store())
+    for module in modules:
+        module.default_store = lambda: store
+    return store
+
+
 def read_on(loader: Any) -> None:
     for _ in range(20):
         list(loader)
@@ -33,9 +43,7 @@ def read_on(loader: Any) -> None:
 
 def in_an_outage(rank: int, ranks: int) -> Any:
     """In the second epoch no rank's store answers; after the third, rank 1 chooses an epoch of its own."""
-    module: Any = claims
-    store = Failing(module.default_store())
-    module.default_store = lambda: store
+    store = failing()
     loader: Any = patch_dataloader_to_ddp(DataLoader(Indices(), batch_size=2, shuffle=True))
     told: list[str] = []
     for epoch in range(3):
@@ -63,9 +71,7 @@ def test_a_store_that_fails_for_an_epoch_is_told_once_and_asked_again() -> None:
 
 def at_a_patch_with_rank(rank: int, ranks: int) -> Any:
     """Rank 0's store does not answer while its first loader is patched; the second looks like it."""
-    module: Any = claims
-    store = Failing(module.default_store())
-    module.default_store = lambda: store
+    store = failing()
 
     def patch() -> Any:
         return patch_dataloader_to_ddp(DataLoader(Indices(), batch_size=2, shuffle=True), rank=rank, num_replicas=ranks)

@@ -16,7 +16,8 @@ from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
 from ddp_patch.ranks import ends
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.ends import Ends
-from ddp_patch.ranks.pass_facts import BegunPass, PassMonitor, Progress, State, Word, next_count
+from ddp_patch.ranks.pass_facts import Beginning, BegunPass, Progress, Stage, State, Word, next_count
+from ddp_patch.ranks.pass_numbers import PassNumbers
 
 __all__ = ["connected"]
 
@@ -38,13 +39,13 @@ CASES: dict[str, tuple[Program, Program, dict[str, Any], str | None]] = {
     "alike": ([takes(0, 8, ENDED), takes(1, 3)], [takes(0, 8, ENDED), takes(1, 5)], {}, None),
     "another epoch": ([takes(0, 3)], [takes(1, 3)], {}, "passes"),
     "another epoch of a single batch": ([takes(0, 1, ENDED)], [takes(1, 1, ENDED)], {}, "passes"),
-    "another beginning": ([takes(0, 3, begins_at="4")], [takes(0, 3)], {}, "passes"),
+    "another beginning": ([takes(0, 3, item=4)], [takes(0, 3)], {}, "passes"),
     # one digest
     "another order": ([takes(0, 8, order="abcxefgh")], [takes(0, 8)], {}, "order"),
     "another order, of two batches": ([takes(0, 2, order="ba", over=ENDED)], [takes(0, 2, ENDED)], {}, "order"),
     # the same data, as far as both know
-    "other data": ([takes(0, 3, held="a")], [takes(0, 3, held="b")], {}, "held"),
-    "data of which one rank knows nothing": ([takes(0, 3, held="a")], [takes(0, 3)], {}, None),
+    "other data": ([takes(0, 3, data="a")], [takes(0, 3, data="b")], {}, "data"),
+    "data of which one rank knows nothing": ([takes(0, 3, data="a")], [takes(0, 3)], {}, None),
     # as many batches: where both meet is a count after the shorter one's end
     "left after 3 of 4": ([takes(0, 3), takes(1, 2)], [takes(0, 4), HEAR], {}, "length"),
     "left after 3 of 3": ([takes(0, 3), takes(1, 2)], [takes(0, 3), HEAR], {}, None),
@@ -164,35 +165,47 @@ def test_counts_thin_out() -> None:
 
 
 def test_a_pass_counts_as_far_as_it_had_come_when_the_next_took_its_second_batch() -> None:
-    monitor, batches = PassMonitor(), [3, 0]
-    first = BegunPass(Word(0, 0, "0", 0), lambda: Progress(batches[0], batches[0]))
-    second = BegunPass(Word(0, 1, "0", 0), lambda: Progress(batches[1], batches[1]))
-    monitor.add(first)
-    monitor.add(second)
+    numbers, batches = PassNumbers(), [3, 0]
+    first = BegunPass(Word(0, Beginning(0)), lambda: Progress(batches[0], batches[0]))
+    second = BegunPass(Word(0, Beginning(1)), lambda: Progress(batches[1], batches[1]))
+    numbers.add(first)
+    numbers.add(second)
     seen = []
     for batches[0], batches[1] in [(3, 1), (4, 1), (4, 2), (6, 3)]:
-        assert first.is_told  # the next has begun
-        first.tell(Progress(batches[0], batches[0]))
-        monitor.settle()
+        assert first.stage is not Stage.ASKED  # the next has begun
+        first.report(Progress(batches[0], batches[0]))
+        numbers.settle()
         seen.append((first.progress().most, first.progress().state.name))
     assert seen == [(3, "RUNNING"), (4, "RUNNING"), (4, "LEFT"), (4, "LEFT")]
 
 
 def test_a_pass_that_was_struck_and_goes_on_counts_again() -> None:
-    monitor, batches = PassMonitor(), [0]
-    begun = BegunPass(Word(0, 0, "0", 0), lambda: Progress(batches[0], batches[0]))
-    monitor.add(begun)
-    monitor.strike_looks()
+    numbers, batches = PassNumbers(), [0]
+    begun = BegunPass(Word(0, Beginning(0)), lambda: Progress(batches[0], batches[0]))
+    numbers.add(begun)
+    numbers.strike_looks()
     batches[0] = 2
-    monitor.settle()
+    numbers.settle()
     assert begun.number is None
-    monitor.goes_on(begun)
-    monitor.goes_on(begun)
-    monitor.settle()
+    numbers.goes_on(begun)
+    numbers.goes_on(begun)
+    numbers.settle()
     assert begun.number == 0
 
 
-JUNK = ["", "junk", "{}", "[]", "null", "7", '["a"]', "[0]", '[0,0,"0",0,"",0,0,9,null]', '[0,0,"0",0,"",0,0,1,7]']
+JUNK = [
+    "",
+    "junk",
+    "{}",
+    "[]",
+    "null",
+    "7",
+    '["a"]',
+    "[0]",
+    '[0,[0,0,0,""],0,0,9,null]',
+    "[0,[0],0,0,1,null]",
+    "[0,7,0,0,1,7]",
+]
 
 
 @pytest.mark.parametrize("junk", JUNK)

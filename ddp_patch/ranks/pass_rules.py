@@ -1,0 +1,121 @@
+"""In what two ranks' words of one pass exclude each other, and what all ranks are told of it."""
+
+from typing import Literal, TypeAlias
+
+from ddp_patch.orders.chunks import State
+from ddp_patch.orders.digest import END
+from ddp_patch.ranks.exchange import ranks_text
+from ddp_patch.ranks.pass_facts import Word
+from ddp_patch.validation import counted
+
+__all__ = ["ALL_ITERATE", "Rule", "mismatch_text", "rule_broken", "shorter"]
+
+Rule: TypeAlias = Literal["passes", "others", "data", "order", "length", "numbers"]
+
+
+def rule_broken(mine: Word, theirs: Word, marks: dict[int, int], *, has_one_order: bool) -> Rule | None:
+    """Return in what two ranks' words of one pass exclude each other; None if both may be true.
+
+    Args:
+        mine: This rank's.
+        theirs: The other rank's.
+        marks: The digests of what this rank draws in the pass.
+        has_one_order: Whether all epochs have one order, so that it does not matter which one a pass is over.
+    """
+    here, there = mine.begins, theirs.begins
+    if here.item != there.item or (here.epoch != there.epoch and not has_one_order):
+        return "passes"
+    if None not in {here.other_passes, there.other_passes} and here.other_passes != there.other_passes:
+        return "others"
+    if here.data and there.data and here.data != there.data:
+        return "data"
+    if theirs.mark is not None:
+        count, value, _ = theirs.mark
+        if marks.get(count, value) != value:
+            return "order"
+    if _is_outgrown(mine, theirs) or _is_outgrown(theirs, mine):
+        return "length"
+    return None
+
+
+def _is_outgrown(behind: Word, further: Word) -> bool:
+    """Return whether a pass is over on one rank, and longer on another."""
+    if behind.slack is None or further.slack is None or behind.state is State.RUNNING:
+        return False
+    if behind.state is State.FAILED:
+        # The others may have been given the batch in place of which the error came; they leave when they hear of it.
+        return further.state is State.ENDED and further.batches > behind.batches + 1 + behind.slack
+    return further.batches > behind.batches + behind.slack
+
+
+def shorter(mine: Word, theirs: Word) -> Word:
+    """Return the word of the pass that is over, after fewer batches if both are, of two with different lengths."""
+    return min((one for one in (mine, theirs) if one.state is not State.RUNNING), key=lambda one: one.batches)
+
+
+_LOOK_ALIKE = (
+    "Look at a batch on every rank, or iterate the unpatched loader, or call loader.set_epoch(N) with the same N on "
+    "every rank before the epoch."
+)
+ALL_ITERATE = "Iterate each patched loader on every rank; or, on one rank, the loader that was not patched."
+# What a rank did whose pass is over, and what to do.
+_OVER = {
+    State.LEFT: ("left", f"Let every rank break after the same batch: all-reduce the decision to stop. {_LOOK_ALIKE}"),
+    State.ENDED: (
+        "came to the end of",
+        "Give every rank equally many batches: skip an unreadable item on all of them or raise an error.",
+    ),
+    State.FAILED: ("was given an error in", "Let the error end the training, or tell all ranks of it."),
+}
+
+
+def mismatch_text(name: str, number: int, rule: Rule, words: tuple[Word, Word], why: str) -> str:
+    """Return what all ranks are told: what was seen, and what to do.
+
+    Args:
+        name: What errors call the loader.
+        number: That of the pass.
+        rule: What differs.
+        words: What this rank says, and what the other one does.
+        why: What differs, and what to do, where the ranks draw different orders; what their datasets hold otherwise.
+    """
+    mine, theirs = words
+    here, there = (ranks_text([word.rank]) for word in words)
+    epoch = mine.begins.epoch
+    if rule == "passes":
+        each = f"{_what(mine)} on {here}, and over {_what(theirs)} on {there}"
+        seen = f"the ranks make different passes: pass {number} is over {each}"
+        remedy = f"{_LOOK_ALIKE} Restore a state on every rank or on none."
+    elif rule == "order":
+        count = END if theirs.mark is None else theirs.mark[0]
+        within = f"within the first {counted(count, 'item')}" if count != END else "or orders of different lengths"
+        seen, remedy = f"in epoch {epoch}, {here} and {there} draw different orders, {within}", why
+    elif rule == "length":
+        behind = shorter(mine, theirs)
+        who, others = (here, there) if behind is mine else (there, here)
+        did, remedy = _OVER[behind.state]
+        batches = counted(behind.batches, "batch")
+        seen = f"{who} {did} epoch {behind.begins.epoch} after {batches}; {others} took more of it"
+    elif rule == "others":
+        seen = (
+            f"when pass {number} over it began, the ranks had made different numbers of passes over their other "
+            f"loaders: {mine.begins.other_passes} on {here}; {theirs.begins.other_passes} on {there}"
+        )
+        remedy = ALL_ITERATE
+    elif rule == "numbers":
+        seen = f"in epoch {epoch}, {here} and {there} read items of the same names and with other numbers"
+        remedy = why
+    else:
+        seen = f"in epoch {epoch}, the datasets of {here} and {there} differ at the same indices, in {why}"
+        remedy = (
+            "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files. If these may "
+            "differ, pass fingerprint= a function of the dataset that returns what names its samples, or "
+            "fingerprint=None to compare no data."
+        )
+    lost = "" if rule in {"order", "numbers"} else ", so samples would be lost"  # which ``why`` says
+    return f"Iterating the {name}: {seen}{lost}. {remedy}"
+
+
+def _what(word: Word) -> str:
+    begins = word.begins
+    return f"epoch {begins.epoch}" + (f" from item {begins.item}" if begins.item else "")
