@@ -10,9 +10,8 @@ from ddp_patch.errors import RankMismatchError
 from ddp_patch.orders.digest import Digest
 from ddp_patch.ranks import claims, pass_monitor, patient_store
 from ddp_patch.ranks.claims import Claims
-from ddp_patch.ranks.pass_facts import BegunPass, Digests, Progress, Stage, State, next_count
+from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Digests, Progress, Stage, State, next_count
 from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
-from ddp_patch.ranks.pass_numbers import MORE_THAN_A_LOOK
 
 __all__ = ["Connection", "Rank", "connected", "new_store", "rule_of", "run_together"]
 

@@ -61,6 +61,7 @@ class Parts:
         self._turn = 0
         self._sketch: Sketch | None = None  # of the latest pass that began
         self._before = -1, 0  # the number of the latest pass that is over, and its order
+        self._whole: tuple[int, list[int]] | None = None  # that number, and what this rank was given in all of the pass
         self._in_common: dict[tuple[int, int], int] = {}  # how many samples are, by pass and rank
         self._warned: set[str] = set()
 
@@ -98,8 +99,15 @@ class Parts:
             self._compare_order(claims, number, sketch, tell)
         if count is None and not self._is_padded:
             sketch.add(())
+        if self._whole is not None and self._whole[0] < number:  # by now slower ranks have left the rest of theirs
+            self._compare_all(claims, *self._whole, tell)
+            self._whole = None
         if count is None or not count & (count - 1):
-            self._compare_all(claims, number, sketch.hashes, tell)
+            mine = sketch.hashes
+            claims.put(f"part/{number % _SLOTS}/{claims.rank}", json.dumps([number, mine]))
+            self._turn = self._turn % max(1, len(claims.members) - 1) + 1
+            self._compare_all(claims, number, mine, tell)
+            self._whole = (number, mine) if count is None else self._whole
 
     def _compare_order(self, claims: Claims, number: int, sketch: Sketch, tell: Callable[[str], object]) -> None:
         """Compare the samples of a pass in their order: all ranks', this rank's workers', the pass's before."""
@@ -126,11 +134,9 @@ class Parts:
             )
 
     def _compare_all(self, claims: Claims, number: int, mine: list[int], tell: Callable[[str], object]) -> None:
-        """Leave what this rank was given in a pass, and compare it with rank 0's and another one's, in turn."""
+        """Compare what this rank was given in a pass with what rank 0 has left of it, and another rank, in turn."""
         knows_all, is_torchs, *_ = self._kind
         members, key = claims.members, f"part/{number % _SLOTS}"
-        claims.put(f"{key}/{claims.rank}", json.dumps([number, mine]))
-        self._turn = self._turn % max(1, len(members) - 1) + 1
         others = {members[0], members[(members.index(claims.rank) + self._turn) % len(members)]}
         for rank in sorted(others - {claims.rank, *self._replicas}):
             common = common_items(mine, _read(claims.value(f"{key}/{rank}"), number))

@@ -1,4 +1,4 @@
-"""What a rank says of a pass over a loader: how the pass begins, what it draws, how far it has come, where it is over.
+"""A rank's passes over a loader: their numbers, and what it says of each: the beginning, the progress, the end.
 
 Passes are numbered, looks apart. Of pass n the ranks claim one word after 2, 4, 8, ... batches, by counts that follow
 from the number of batches alone. A rank whose pass is over after m batches claims its word at the next count. So two
@@ -26,10 +26,25 @@ from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import END
 
-__all__ = ["A_LOOK", "Beginning", "BegunPass", "Digests", "Marks", "Progress", "Stage", "State", "Word", "next_count"]
+__all__ = [
+    "A_LOOK",
+    "MORE_THAN_A_LOOK",
+    "Beginning",
+    "BegunPass",
+    "Digests",
+    "Marks",
+    "PassNumbers",
+    "Progress",
+    "Stage",
+    "State",
+    "Word",
+    "next_count",
+]
 
 # A pass of at most so many batches may be a look.
 A_LOOK = 1
+# A pass that was struck as a look counts again when it is given a batch, up to so many; then it is struck no more.
+MORE_THAN_A_LOOK = 2
 # Facts are claimed after 2, 4, 8, ... batches, from so many on whenever so many more came, or a quarter of all.
 _GAP = 32
 
@@ -200,3 +215,58 @@ class BegunPass:
             if at in marks and (at != END or items is None)
             else None,
         )
+
+
+class PassNumbers:
+    """Numbers the passes over a loader that are more than looks.
+
+    A pass is left when the next one takes its second batch, or ends. A pass that a restored position cuts off may have
+    any length. Looks, of at most one batch, are struck if an epoch is chosen after them, or if they move no order.
+
+    Args:
+        forgets_looks: Whether looks are struck where the next pass begins, too.
+    """
+
+    def __init__(self, *, forgets_looks: bool = False) -> None:
+        self.next: int = 0  # the number that comes next
+        self._forgets_looks = forgets_looks
+        self._passes: list[BegunPass] = []  # the latest one that is more than a look, and those after it
+
+    def add(self, begun: BegunPass) -> None:
+        """Add a pass that begins."""
+        if self._forgets_looks:
+            self.strike_looks()
+        for made in self._passes:
+            made.report(made.progress())
+        self._passes.append(begun)
+
+    def goes_on(self, begun: BegunPass) -> None:
+        """Add a pass again that was struck, and that goes on all the same."""
+        if begun.number is None and begun not in self._passes:
+            if self._forgets_looks:  # a look within it had struck it
+                self.strike_looks()
+            self._passes.append(begun)
+
+    def strike_looks(self) -> None:
+        """Strike the looks at the end: an epoch is chosen."""
+        while self._passes and self._passes[-1].number is None and self._passes[-1].is_look:
+            self._passes.pop()
+
+    def cut_off(self) -> None:
+        """Let the passes that run have any length: a position is restored."""
+        self.strike_looks()
+        for made in self._passes:
+            made.word = made.word._replace(slack=None)
+
+    def settle(self) -> tuple[list[BegunPass], list[BegunPass]]:
+        """Number the passes that are more than looks; return those that have a number now, and those that are left."""
+        more_than_looks = (at for at, one in enumerate(self._passes) if one.number is not None or not one.is_look)
+        last = max(more_than_looks, default=-1)
+        settled, self._passes = self._passes[: last + 1], self._passes[max(0, last) :]
+        numbered = [begun for begun in settled if begun.number is None]
+        for begun in numbered:
+            begun.number, self.next = self.next, self.next + 1
+        left = settled[:-1]
+        for begun in left:
+            begun.leave()
+        return numbered, left

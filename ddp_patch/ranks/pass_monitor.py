@@ -16,8 +16,17 @@ from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.ends import PATIENCE_S, Ends
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.parts import Parts
-from ddp_patch.ranks.pass_facts import Beginning, BegunPass, Digests, Progress, Stage, State, Word, next_count
-from ddp_patch.ranks.pass_numbers import PassNumbers
+from ddp_patch.ranks.pass_facts import (
+    Beginning,
+    BegunPass,
+    Digests,
+    PassNumbers,
+    Progress,
+    Stage,
+    State,
+    Word,
+    next_count,
+)
 from ddp_patch.ranks.pass_rules import ALL_ITERATE, Rule, mismatch_text, rule_broken, shorter
 from ddp_patch.validation import counted
 

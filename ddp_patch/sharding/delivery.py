@@ -4,9 +4,8 @@ from typing import Any
 
 from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
-from ddp_patch.ranks.pass_facts import BegunPass, Digests, Progress, Stage, next_count
+from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Digests, Progress, Stage, next_count
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.ranks.pass_numbers import MORE_THAN_A_LOOK
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import NotedBatch
 

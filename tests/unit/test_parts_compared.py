@@ -57,8 +57,18 @@ def test_samples_that_come_again_in_another_order_are_likely_and_told_once() -> 
     one.reads(range(40))
     with pytest.warns(PartsWarning, match="are also rank 0's. That may be on purpose, .* Why. If it is on purpose"):
         other.reads(shuffled(range(40)))
-    one.reads(range(40))
+    with pytest.warns(PartsWarning, match="are also rank 1's"):
+        one.reads(range(40))
     other.reads(shuffled(range(40), 1))  # warnings are errors in tests
+
+
+def test_the_faster_of_two_ranks_is_told_in_the_next_pass() -> None:
+    one, other, _ = readers()
+    other.reads([*shuffled(range(16)), *range(40, 64)])
+    with pytest.warns(PartsWarning, match="are also rank 1's"):
+        one.reads(range(16))  # rank 0 is slower: nothing of it was there to compare
+    with pytest.warns(PartsWarning, match="of 36 samples of rank 1 that were looked at, 12 are also rank 0's"):
+        other.reads(range(140, 180))
 
 
 def test_indices_that_torchs_sampler_gave_twice_are_certain_beyond_padding() -> None:

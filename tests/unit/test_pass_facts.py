@@ -16,8 +16,7 @@ from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
 from ddp_patch.ranks import ends
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.ends import Ends
-from ddp_patch.ranks.pass_facts import Beginning, BegunPass, Progress, Stage, State, Word, next_count
-from ddp_patch.ranks.pass_numbers import PassNumbers
+from ddp_patch.ranks.pass_facts import Beginning, BegunPass, PassNumbers, Progress, Stage, State, Word, next_count
 
 __all__ = ["connected"]
 
