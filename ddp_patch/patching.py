@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, SupportsIndex, TypeVar, Unpack, cast,
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from ddp_patch.compat.private_packages import ACCELERATE_PREPARED, gather_in_accelerate, repeats_over_ranks
 from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators
@@ -21,7 +21,17 @@ from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, Unsuppo
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.columns import Column
 from ddp_patch.loaders.copying import METHODS, copy_loader, notice_if_iterated
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, data_digest, data_of, held_for_workers, look_at
+from ddp_patch.loaders.facts import (
+    NOTHING_TO_COMPARE,
+    LoaderFacts,
+    ShardedUnit,
+    claim_of,
+    data_digest,
+    data_of,
+    has_nothing_to_compare,
+    held_for_workers,
+    look_at,
+)
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import (
     error_context,
@@ -295,7 +305,11 @@ def _log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:
     if logger.isEnabledFor(logging.INFO):
         for (place, before), loader in zip(given.items(), patched, strict=True):
             if loader is not before and (share := describe_share(loader)) is not None:
-                logger.info("%s was patched: %s", place or type(loader).__name__, share)
+                sampler, nothing = cast(EpochSampler[Any], loader.sampler), ""
+                is_compared = sampler.agreed.members and not isinstance(loader.dataset, IterableDataset)
+                if is_compared and has_nothing_to_compare(loader.dataset, sampler.agreed.options.fingerprint):
+                    nothing = f", {NOTHING_TO_COMPARE}"
+                logger.info("%s was patched: %s%s", place or type(loader).__name__, share, nothing)
 
 
 def _unshared(operation: str, loaders: Mapping[str, L]) -> list[L]:

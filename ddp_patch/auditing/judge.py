@@ -9,6 +9,7 @@ from ddp_patch.auditing.problems import SAID, Problem
 from ddp_patch.auditing.ranks import Numbers, RankGiven
 from ddp_patch.auditing.report import EpochReport, Report
 from ddp_patch.auditing.world import Costs, Coverage, EpochGiven, StepCosts, World, signature
+from ddp_patch.loaders.facts import NOTHING_TO_COMPARE, LoaderFacts, has_nothing_to_compare
 from ddp_patch.validation import counted
 
 __all__ = ["Judge"]
@@ -66,6 +67,10 @@ class Judge:
         what += ", each rank seeded differently" + ", reading the iterable dataset" * world.rank0.is_iterable
         if (some := len(world.iterating)) < world.world_size:
             what += f"; {some} ranks iterate their loaders, and the others' shares are cut likewise"
+        if isinstance(subject.make, LoaderFacts) and subject.patch and not world.rank0.is_iterable:
+            fingerprint = subject.options.get("fingerprint", "auto")
+            if has_nothing_to_compare(subject.make.dataset, fingerprint):
+                what += f"; {NOTHING_TO_COMPARE}"
         return what
 
     def _add(self, kind: str, what: str, where: str, *own_words: str) -> None:

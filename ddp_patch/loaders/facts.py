@@ -26,6 +26,7 @@ from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
 __all__ = [
+    "NOTHING_TO_COMPARE",
     "Claim",
     "LoaderFacts",
     "ShardedUnit",
@@ -33,6 +34,7 @@ __all__ = [
     "claim_of",
     "data_digest",
     "data_of",
+    "has_nothing_to_compare",
     "held_for_workers",
     "look_at",
 ]
@@ -288,6 +290,10 @@ def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
     return next(samplers_in_use(loader), None) if repeater is None else repeated_in(repeater)
 
 
+# What the log and the audit say of a dataset without columns that tell its samples apart.
+NOTHING_TO_COMPARE = "ranks compare no data: it holds no list, array or tensor that tells its samples apart"
+
+
 def claim_of(facts: LoaderFacts[Any]) -> Claim:
     """Return what the ranks compare of a loader that is sharded already, before they compare its passes.
 
@@ -311,9 +317,27 @@ def claim_of(facts: LoaderFacts[Any]) -> Claim:
 
 def data_of(dataset: object) -> str:
     """Return a name for the data that a dataset holds, as far as its columns tell: 32 hexadecimal digits."""
+    return fingerprint(_identifying(dataset))
+
+
+def has_nothing_to_compare(dataset: object, by: Fingerprint) -> bool:
+    """Return whether ranks could not tell by a dataset that theirs is another one, unless the user wants it so.
+
+    Examples:
+        >>> class Noise(torch.utils.data.Dataset):
+        ...     def __len__(self):
+        ...         return 8
+        >>> has_nothing_to_compare(Noise(), by="auto"), has_nothing_to_compare(range(8), by="auto")
+        (True, False)
+    """
+    return by == "auto" and not _identifying(dataset)
+
+
+def _identifying(dataset: object) -> list[tuple[str, str]]:
+    """Return the names and digests of the columns that tell a dataset's samples apart."""
     columns = columns_of(dataset)
     kept = compared({0: columns}).kept
-    return fingerprint([(one.name, one.digest) for one in columns if one.name in kept])
+    return [(one.name, one.digest) for one in columns if one.name in kept]
 
 
 def data_digest(dataset: object, by: Fingerprint, columns: Collection[str]) -> str:

@@ -1,5 +1,6 @@
 """Real gloo ranks, each seeded differently, over every kind of loader: the patch as users call it."""
 
+import logging
 import warnings
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from messages import assert_tells
 from quick import run_ranks, soaked
 from resumed import RESUMED
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from zoo import (
     ALL_KINDS,
     STEPS,
@@ -28,6 +29,7 @@ from zoo import (
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import WorldError
+from ddp_patch.loaders.facts import NOTHING_TO_COMPARE
 from ddp_patch.positions_and_padding import Plan
 from ddp_patch.ranks.exchange import _Meeting
 
@@ -148,3 +150,31 @@ def test_in_one_call_each_gives_what_it_gives_in_turn() -> None:
     for (epochs, met), (expected, met_in_turn) in zip(calls, in_turn, strict=True):
         assert epochs == expected
         assert (met, met_in_turn) == (1, 9)
+
+
+class Noise(Dataset[torch.Tensor]):
+    """Samples that nothing names."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), float(index))
+
+
+def log_of(rank: int, world: int) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp_patch").addHandler(handler)
+    logging.getLogger("ddp_patch").setLevel(logging.INFO)
+    for dataset, fingerprint in [(Noise(), "auto"), (Noise(), None), (Noise(), len), ([*range(40)], "auto")]:
+        loader: Any = DataLoader(dataset, 5)  # type: ignore[arg-type]  # a list is a dataset
+        patch_dataloader_to_ddp(loader, fingerprint=fingerprint)  # type: ignore[arg-type]  # of several kinds
+    return lines
+
+
+def test_the_log_says_where_ranks_can_compare_no_data() -> None:
+    for rank, lines in enumerate(run_ranks(log_of, 2)):
+        share = f"DataLoader was patched: shard {rank} of 2, samples, 4 steps of 5"
+        assert lines == [f"{share}, {NOTHING_TO_COMPARE}", share, share, share]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from audit_setups import N, Untouchable
 from messages import Words, missing, raises
-from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 from trying import over_in_turn
 from zoo import ALL_KINDS, BY_NAME, Kind, draw_ambient, loader, seed_ambient
 
@@ -23,6 +23,7 @@ from ddp_patch.auditing import auditing, problem_kinds
 from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.report import page
 from ddp_patch.errors import AuditError, InvalidOptionError, NotALoaderError
+from ddp_patch.loaders.facts import NOTHING_TO_COMPARE
 
 FINITE = [kind for kind in ALL_KINDS if not kind.endless]
 
@@ -174,6 +175,25 @@ def test_workers_of_an_iterable_dataset_are_simulated() -> None:
     assert by_worker.epochs[0].missing == 0
     assert "reading the iterable dataset" in by_worker.how
     assert kinds(audit(given, 2, patch=False)) == ["not_sharded"]
+
+
+class Unnamed(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(3)
+
+
+def test_an_audit_says_that_ranks_could_compare_no_data() -> None:
+    unnamed = DataLoader(Unnamed())
+    assert audit(unnamed, 2).how.endswith(NOTHING_TO_COMPARE)
+    for report in (
+        audit(unnamed, 2, fingerprint=None),
+        audit(unnamed, 2, patch=False),
+        audit(DataLoader(TensorDataset(torch.arange(9))), 2),
+    ):
+        assert NOTHING_TO_COMPARE not in report.how
 
 
 def test_sparse_and_negative_indices_are_counted() -> None:
