@@ -4,6 +4,7 @@ Run it with ``nox -s many_ranks``; ``docs/benchmarks.md`` holds its table. An op
 each thread calls; ``counted`` counts what it asks for on a world of some ranks.
 """
 
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from time import process_time
+from time import process_time, sleep, time
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -211,6 +212,72 @@ def gathering(world: int, rows: int = 64, steps: int = 20) -> float:
     return 1000 * float(np.median(spent))
 
 
+class Connection:
+    """A rank's own connection to a store in this process."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def keys_held(world: int, passes: int) -> str:
+    """Return how many keys the store holds when ranks, in turn, have made so many passes of 8 steps."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it
+    HERE.world, connections, ranks = world, [Connection(store) for _ in range(world)], list[Passing]()
+    for HERE.rank, HERE.store in enumerate(connections):
+        ranks.append(Passing(HERE.rank))
+    for _ in range(passes):
+        for HERE.store, rank in zip(connections, ranks, strict=True):
+            rank.steps(8 - rank.given)
+            rank.end()
+    return f"{store.num_keys():,}"
+
+
+def ask(port: int, since: float, until: float, asked: Any) -> None:
+    """Compare with a store from one time to another, as a process of its own; count the requests."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]  # torch documents it
+    sleep(max(0.0, since - time()))
+    while time() < until:
+        store.compare_set(f"pass/{asked.value % 50}", "", "x" * 60)
+        store.compare_set("told", "~", "~")
+        asked.value += 2
+
+
+def served_a_second(clients: int, seconds: float = 3.0) -> float:
+    """Return how many requests of comparisons one store serves a second, which so many processes ask at once."""
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # torch documents it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])
+    since = time() + 10  # by then all have started
+    counts = [context.Value("q", 0) for _ in range(clients)]
+    processes = [context.Process(target=ask, args=(served.port, since, since + seconds, count)) for count in counts]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return sum(count.value for count in counts) / seconds
+
+
+def asked_a_second(world: int, steps: int, steps_a_second: float) -> float:
+    """Return how many requests a second comparisons make on so many ranks, on average over a pass of so many steps."""
+    counts, at = 0, 0
+    while (at := next_count(at)) <= steps:
+        counts += 1
+    return 2 * counts * world * steps_a_second / steps
+
+
+def of_the_store(ranks: int) -> list[list[str]]:
+    """Return the rows of what one store holds, serves, and is asked for."""
+    short, long = (asked_a_second(ranks, steps, 10) for steps in (100, 10_000))
+    return [
+        ["keys after 100 passes of 8 ranks, and after 10,000", f"{keys_held(8, 100)}, {keys_held(8, 10_000)}"],
+        ["requests served a second: of one process, of 8", f"{served_a_second(1):,.0f}, {served_a_second(8):,.0f}"],
+        [f"asked a second on {ranks} ranks, 10 steps a second: 100 steps, 10,000", f"{short:,.0f}, {long:,.0f}"],
+    ]
+
+
 OPERATIONS: dict[str, Callable[[int], object]] = {
     "compare a pass": comparing,
     "end a pass, begin the next": ending,
@@ -264,6 +331,7 @@ def main() -> None:
     each = [[name, *(row[-1] for row in of_one)] for name, of_one in groupby(rows, key=itemgetter(0))]
     head = ["", *(f"W = {world:,}" for world in (*WORLDS, 1024))]
     show_and_put(PAGE, "many-ranks-gather", [head, ["ms", *(f"{each:.2g}" for each in spent)]])
+    show_and_put(PAGE, "many-ranks-store", [["", "number"], *of_the_store(WORLDS[-1])])
     show_and_put(PAGE, "many-ranks", [["", *(row[1] for row in rows[: len(each[0]) - 1])], *each])
 
 
