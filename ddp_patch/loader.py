@@ -30,10 +30,10 @@ from ddp_patch.loaders.samples import steps_of
 from ddp_patch.orders.chunks import State
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.iterators import CountedIterator, EmptyIterator, RepeatedPasses, WatchedIterator
-from ddp_patch.sharding.loader_passes import Passes
+from ddp_patch.sharding.loader_passes import Passes, items_left
 from ddp_patch.sharding.pickled_batches import by_value
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.saved_state import begin_next_epoch
+from ddp_patch.sharding.saved_state import Position, begin_next_epoch
 from ddp_patch.walks import is_empty, nested, place_of
 
 __all__ = ["OwnMethods", "PatchedLoader", "assert_loaders_patched", "check_loaders_is_patched"]
@@ -179,10 +179,10 @@ class OwnMethods:
         with nullcontext() if passes is None else passes.iterator_context(loader):
             if self._repeated is not None:
                 return self._repeated.begin_anew(loader)
-            if passes is not None and self._is_torchs and passes.begins_at_end:
+            if passes is not None and self._is_torchs and _begins_at_end(passes.epochs.position):
                 return EmptyIterator(loader, passes, reaches_loop=self._counts)
             counts = self._counts and (self._is_torchs or self._batches_of is not None)
-            counting = nullcontext() if passes is None else passes.counting(counts)
+            counting = nullcontext() if passes is None else passes.epochs.counting(counts)
             with counting, self._collating(loader), self._noting(loader) as noted:
                 # The class's method, because the loader's own attribute of that name is this one.
                 iterator = getattr(self._kind, MAKE_ITERATOR)(loader)
@@ -250,7 +250,7 @@ class OwnMethods:
         if passes is None:
             return state
         has_state = not isinstance(dataset, IterableDataset) and all(hasattr(dataset, name) for name in _STATEFUL)
-        if has_state and passes.may_warn_of_no_state():
+        if has_state and passes.is_first("no state"):
             warnings.warn(
                 f"A checkpoint is saved without what {type(dataset).__name__}.state_dict() returns: the state of a "
                 "patched loader is the same on every rank, for any number of workers. Let __getitem__ depend on the "
@@ -260,7 +260,7 @@ class OwnMethods:
             )
         return (
             begin_next_epoch(state)
-            if passes.current is not None and passes.current.delivery.state is State.ENDED
+            if passes.epochs.running is not None and passes.epochs.running.delivery.state is State.ENDED
             else state
         )
 
@@ -269,10 +269,10 @@ class OwnMethods:
         from ddp_patch.resume import state_on_this_rank  # as above
 
         passes: Any = self._passes
-        current: Any = None if passes is None else passes.current
+        current: Any = None if passes is None else passes.epochs.running
         counts_here = current is not None and self._kind is type(loader)  # torchdata's counted what it has given
         is_within = counts_here and current.delivery.batches and current.delivery.state is not State.ENDED
-        if is_within and passes.items_left(current.start) is None:
+        if is_within and items_left(passes, current.start) is None:
             raise StateError(
                 f"The {type(loader).__name__} has no len(), so Lightning has fetched a batch ahead of the training "
                 "loop, to find the end. Pass callbacks=[PatchDataLoaders()] to the Trainer, of "
@@ -293,6 +293,11 @@ class OwnMethods:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _loader=weakref.ref(state["_loader"]))
         self._attach(state["_loader"])
+
+
+def _begins_at_end(position: Position | None) -> bool:
+    """Return whether the next pass resumes after the last batch of its epoch, and gives none."""
+    return position is not None and position.is_ended
 
 
 class _OfOriginal:

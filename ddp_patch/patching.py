@@ -49,7 +49,7 @@ from ddp_patch.ranks.parts import Parts
 from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.iterators import RepeatedPasses
-from ddp_patch.sharding.loader_passes import Passes
+from ddp_patch.sharding.loader_passes import LoaderUse, Passes
 from ddp_patch.sharding.refusals import require_shareable, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler, describe_share
 from ddp_patch.walks import Nest
@@ -240,7 +240,7 @@ def patch_dataloader_to_ddp(
 
 def _is_used(passes: Passes[Any]) -> bool:
     """Return whether a patched loader was iterated, or told an epoch."""
-    return passes.latest is not None or passes.epochs.current > 0
+    return passes.epochs.latest is not None or passes.epochs.counter.current > 0
 
 
 def patch_each(
@@ -362,12 +362,9 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
     if has_indices and (held := next(streams_in(facts.dataset), None)) is not None:
         agreed = replace(agreed, why_in_common=partial(_why_samples_are_the_same, *held))
     sharded, new = share_of(facts, agreed)
-    readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
-    passes = sharded.rank_passes
-    passes.note_loader(facts.loader, facts.batches_ahead, readers)
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
-        new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.rank_passes.epochs)
+        new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.rank_passes.epochs.counter)
     patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
     gather_in_accelerate(_gathered_for_metrics)
     if facts.repeater is None:
@@ -491,10 +488,10 @@ def _why_parts_overlap(name: str) -> str:
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
     """Return the sampler of this rank's share, and the loader's attributes that hold it."""
     if facts.unit is ShardedUnit.BATCH:
-        batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed)
+        batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed, LoaderUse.of(facts))
         # Nothing draws from loader.sampler, but frameworks look for a DistributedSampler there, users for set_epoch.
         return batches, {"sampler": batches, "batch_sampler": batches}
-    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, facts.batching)
+    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, LoaderUse.of(facts), facts.batching)
     if facts.unit is ShardedUnit.UNBATCHED:
         return sharded, {"sampler": sharded}
     batch_sampler: Any = BatchSampler(sharded, cast(int, facts.batch_size), facts.drop_last)
@@ -524,7 +521,7 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     sampler = StreamSampler(facts, agreed)
     new: dict[str, Any] = {"dataset": sampler.dataset, "sampler": sampler}
     if facts.num_workers > 0:
-        new["worker_init_fn"] = partial(begin_worker, facts.loader.worker_init_fn, sampler.rank_passes.epochs)
+        new["worker_init_fn"] = partial(begin_worker, facts.loader.worker_init_fn, sampler.rank_passes.epochs.counter)
     if facts.batch_size is not None:
         new["batch_sampler"] = BatchSampler(cast(Any, sampler), sampler.rank_passes.indices_per_batch, facts.drop_last)
     return sampler, new

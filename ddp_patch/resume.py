@@ -13,6 +13,7 @@ from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
+from ddp_patch.sharding.loader_passes import items_left
 from ddp_patch.sharding.patched_loaders import batches_delivered, passes_of, patched_facts, patched_sampler
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import Position, no_state, position_in, state_after
@@ -112,7 +113,7 @@ def state_or_reason(
         return take()
     except DDPPatchError as error:
         why, sampler = message_of(error), sharded_by(loader)
-        if warns and isinstance(sampler, EpochSampler) and sampler.rank_passes.may_warn_of_no_state():
+        if warns and isinstance(sampler, EpochSampler) and sampler.rank_passes.is_first("no state"):
             warnings.warn(
                 f"A checkpoint is saved from which the {type(loader).__name__} cannot resume: {why}",
                 CannotResumeWarning,
@@ -132,7 +133,7 @@ def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int | Non
     facts = patched_facts("restore_loader", loader)
     passes, batching = passes_of(facts), facts.batching
     position = position_in(passes, state)
-    left, whole = (passes.items_left(place) for place in (position, Position(position.epoch)))
+    left, whole = (items_left(passes, place) for place in (position, Position(position.epoch)))
     if left is not None and whole is not None:
         return batching.count(whole) - batching.count(left)
     if position.is_ended:
@@ -191,7 +192,7 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
     passes = patched_sampler("restore_loader", loader).rank_passes
     with failures_broadcast(passes.agreed.world, _RESTORING):
         position = position_in(passes, state)
-        left = passes.items_left(position) if passes.has_one_iterator and position.is_within_pass else None
+        left = items_left(passes, position) if passes.loader.has_one_iterator and position.is_within_pass else None
         if left is not None and patched_facts("restore_loader", loader).batching.count(left) < 1:
             raise StateError(
                 f"The loader cannot resume from the state: rank {passes.agreed.world.rank} has no batch left in epoch "

@@ -412,7 +412,7 @@ class Rank:
     def _parts(self) -> tuple[int, ...]:
         """Return how many items each worker's part has, if a patched loader's workers read a part each."""
         by = self._facts.sharded_by
-        latest = by.rank_passes.latest if isinstance(by, EpochSampler) else None
+        latest = by.rank_passes.epochs.latest if isinstance(by, EpochSampler) else None
         if latest is None or not latest.source.is_in_parts:
             return ()
         return tuple(part.length or 0 for part in latest.source.parts(0))

@@ -110,7 +110,7 @@ def gather_step(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
 def is_in_a_step(loader: DataLoader[Any]) -> bool:
     """Return whether a loader is patched, and a loop over it has begun and not ended."""
     sampler = sharded_by(loader)
-    current = sampler.rank_passes.latest if isinstance(sampler, EpochSampler) else None
+    current = sampler.rank_passes.epochs.latest if isinstance(sampler, EpochSampler) else None
     return current is not None and bool(current.delivery.batches) and current.delivery.state is not State.ENDED
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.orders.chunks import State
 from ddp_patch.positions_and_padding import Schedule
+from ddp_patch.sharding.loader_passes import batches_into_pass
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.patched_loaders import batches_delivered, passes_of
 from ddp_patch.validation import counted
@@ -80,7 +81,7 @@ def share_of_pass(facts: LoaderFacts[Any]) -> RankShare:
     """
     current, at = _latest_pass("gather_in_order", facts)
     schedule = current.whole_schedule(facts.batching)
-    if schedule is None or passes_of(facts).batches_into_pass:
+    if schedule is None or batches_into_pass(passes_of(facts)):
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
     return _share(f"{at}, of {counted(schedule.length, 'item')}", facts, schedule)
 
@@ -113,7 +114,7 @@ def share_of_step(facts: LoaderFacts[Any], step: int | None = None) -> RankShare
 def _latest_pass(operation: str, facts: LoaderFacts[Any]) -> tuple[Pass[Any], str]:
     """Return the latest pass, and what is called for it; refuse one whose batches are not known."""
     passes = passes_of(facts)
-    current = passes.latest
+    current = passes.epochs.latest
     if current is None:
         raise Misfit("made no pass over the loader, and got no batch of it")
     if current.delivery.is_interleaved:

@@ -18,6 +18,7 @@ from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.positions_and_padding import BatchRecord
 from ddp_patch.ranks.group import Channel, closed_at_exit, opened
+from ddp_patch.sharding.loader_passes import batches_into_pass
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.patched_loaders import passes_of, patched_facts
 from ddp_patch.validation import counted
@@ -61,16 +62,17 @@ def steps_of(operation: str, facts: LoaderFacts[Any], iterator: Iterator[Any] | 
         UnsupportedLoaderError: The loader would continue a pass that has begun.
     """
     passes, loader = passes_of(facts), facts.loader
-    if passes.batches_into_pass:
+    epoch = passes.epochs.counter.current
+    if given := batches_into_pass(passes):
         raise UnsupportedLoaderError(
-            f"{operation} was given a {type(loader).__name__} in the middle of epoch {passes.epochs.current}, after "
-            f"{counted(passes.batches_into_pass, 'batch')}: it has one iterator for all epochs, and continues after a "
-            f"break. Call set_epoch({passes.epochs.current}) first, to start the epoch again."
+            f"{operation} was given a {type(loader).__name__} in the middle of epoch {epoch}, after "
+            f"{counted(given, 'batch')}: it has one iterator for all epochs, and continues after a "
+            f"break. Call set_epoch({epoch}) first, to start the epoch again."
         )
     with passes.keeping_sizes() if facts.unit is ShardedUnit.BATCH else nullcontext():
         for number, batch in enumerate(loader if iterator is None else iterator):
             if number == 0:
-                current = cast("Pass[Any]", passes.latest)
+                current = cast("Pass[Any]", passes.epochs.latest)
             yield batch, current.schedule(facts.batching).record(number)
 
 
@@ -240,7 +242,7 @@ def _weighed(
         # What a rank can know is known once its pass has begun.
         first = [step for step in [next(steps, None)] if step is not None]
         if facts is not None and ranks > 1 and (weight_of is not None or not _knows_totals(facts)):
-            agreed, epoch = passes_of(facts).agreed, {"epoch": passes_of(facts).epochs.current}
+            agreed, epoch = passes_of(facts).agreed, {"epoch": passes_of(facts).epochs.counter.current}
             members = agreed.world.peer_ranks("iter_with_weights")
             carried = f"weights of number {agreed.number}"
             channel = stack.enter_context(opened(members, "Weighing samples", carried, epoch, agreed.options.timeout))
@@ -259,7 +261,7 @@ def _weighed(
 
 def _knows_totals(facts: LoaderFacts[Any]) -> bool:
     """Return whether this rank alone knows how many samples each step of its latest pass has."""
-    current = passes_of(facts).latest
+    current = passes_of(facts).epochs.latest
     return current is None or current.schedule(facts.batching).knows_totals
 
 

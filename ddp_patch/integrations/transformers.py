@@ -255,7 +255,7 @@ def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count 
         if not has_length(loader):
             # Then the Trainer takes everything done for epoch 0 and counts epochs from there; the loader counts itself.
             vars(loader).pop("set_epoch", None)
-            loader.sampler.rank_passes.counts_rest = False
+            loader.sampler.rank_passes.epochs.counts_rest = False
             return None
         return _count_of_rest(loader, args, steps, has_ended=kept.get("has_ended", False))
     if not has_length(loader) or (part and not kept):
@@ -269,12 +269,12 @@ def _count_of_rest(loader: Any, args: Any, steps: int, *, has_ended: bool) -> _C
     Where nothing is left of that, the Trainer still does what follows its last step, unless it had done so.
     """
     sampler, of_step = loader.sampler, args.gradient_accumulation_steps
-    epoch, left = sampler.rank_passes.position.epoch, len(loader)
+    epoch, left = sampler.rank_passes.epochs.position.epoch, len(loader)
     if has_ended:
         epoch += 1
         sampler.set_epoch(epoch)
         left = len(loader)
-    sampler.rank_passes.counts_rest = False
+    sampler.rank_passes.epochs.counts_rest = False
     # The last step of the rest may take fewer batches, as that of an epoch does.
     done = steps - math.ceil(left / of_step)
     return _Count(epoch * steps + done, (epoch, done * of_step), done * of_step + left)

@@ -73,12 +73,12 @@ class CountedIterator(AroundIterator):
     def __next__(self) -> Any:
         if self._has_pass:
             return super().__next__()
-        with self._passes.counting(self._reaches_loop):
+        with self._passes.epochs.counting(self._reaches_loop):
             return super().__next__()
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin the next pass with the same workers, as torch asks for where these are persistent."""
-        with self._passes.counting(self._reaches_loop):
+        with self._passes.epochs.counting(self._reaches_loop):
             super()._reset(loader, first_iter)
 
     def count(self, given: Any) -> Any:
@@ -93,8 +93,8 @@ class CountedIterator(AroundIterator):
         if self._notes_samples:
             current.delivery.note_samples(batch)
         current.delivery.add(note)
-        if (latest := self._passes.latest) is None:
-            self._passes.note_running(current)
+        if (latest := self._passes.epochs.latest) is None:
+            self._passes.epochs.go_on(current)
         elif latest is not current:
             latest.delivery.is_interleaved = True
         return batch
@@ -122,7 +122,7 @@ class CountedIterator(AroundIterator):
         """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
         if self._has_pass:
             return
-        self._has_pass, self._pass = True, self._passes.latest
+        self._has_pass, self._pass = True, self._passes.epochs.latest
         if self._pass is not None and self._reaches_loop:
             self._pass.delivery.begin_loop()
 
@@ -216,7 +216,6 @@ class RepeatedPasses(Iterator[Any]):
 
     def __init__(self, loader: DataLoader[Any], passes: Passes[Any], one_pass: Mapping[str, Any]) -> None:
         self._passes, self._one_pass = passes, dict(one_pass)
-        passes.has_one_iterator = True
         self.begin_anew(loader)
 
     def begin_anew(self, loader: DataLoader[Any]) -> Self:
@@ -233,14 +232,14 @@ class RepeatedPasses(Iterator[Any]):
         self._running = None
 
     def __next__(self) -> Any:
-        if self._passes.latest is None:  # nothing was drawn yet, or set_epoch() or a state chose what comes
+        if self._passes.epochs.latest is None:  # nothing was drawn yet, or set_epoch() or a state chose what comes
             self._begin()
         if (batch := self._next()) is _NOTHING:
             self._begin()
             batch = self._next()
         if batch is _NOTHING:
             raise StopIteration
-        current = self._passes.latest
+        current = self._passes.epochs.latest
         if current is not None and current.delivery.batches == self._length and self._running is not None:
             self._running.look_for_end()  # nobody will ask for it, and len() and states depend on it
         return batch
@@ -250,11 +249,11 @@ class RepeatedPasses(Iterator[Any]):
 
     def _begin(self) -> None:
         """Begin the upcoming pass."""
-        if self._plain is None or self._passes.position is not None or not self._plain.num_workers:
+        if self._plain is None or self._passes.epochs.position is not None or not self._plain.num_workers:
             # Workers know nothing of a state that was restored in the main process.
             self._plain = self._make_plain()
         self._running, self._length = None, length_of(self._plain, ())
-        with self._passes.counting():
+        with self._passes.epochs.counting():
             plain = DataLoader.__iter__(self._plain)
         self._running = CountedIterator(plain, self._passes, begins_ahead=self._plain.num_workers > 0)
 

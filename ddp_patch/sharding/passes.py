@@ -106,7 +106,7 @@ class RankItems(Items, Generic[T]):
     def _compared(self, run: Iterator[R], delivery: Delivery) -> Iterator[Iterator[R]]:
         """Cut a run where the ranks compare their progress, as long as nobody counts the batches of the loop."""
         size = self._passes.batching.size
-        first = self._passes.batches_ahead * size
+        first = self._passes.loader.batches_ahead * size
         while delivery.batches is None and (moment := first + delivery.next_comparison * size) < self.given:
             yield islice(run, moment - self.taken)
             if delivery.batches is None:
@@ -146,7 +146,7 @@ class RankItems(Items, Generic[T]):
 
     def asked_for(self, state: State) -> tuple[int, int, State]:
         """Return how many batches were asked for, at least and at most, and what is known where nobody counts them."""
-        batching, ahead = self._passes.batching, self._passes.batches_ahead
+        batching, ahead = self._passes.batching, self._passes.loader.batches_ahead
         least, most = max(0, self.taken // batching.size - ahead), batching.count(self.taken)
         if self.drawn is State.ENDED and not ahead and state is State.RUNNING:
             return most, most, State.ENDED

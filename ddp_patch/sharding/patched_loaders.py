@@ -22,14 +22,15 @@ def batches_delivered(facts: LoaderFacts[Any]) -> int:
         StateError: Nobody counted them.
     """
     passes, loader = passes_of(facts), facts.loader
-    current = passes.current
+    current = passes.epochs.running
     if current is None or not current.batches(facts.batching):
         return 0
     given = current.delivery.batches
-    if given is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
+    if given is not None and (passes.loader.has_one_iterator or not has_own_iteration(type(loader))):
         return given
+    epoch = passes.epochs.counter.current
     raise StateError(
-        f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: its "
+        f"It is not known how many batches of epoch {epoch} the {type(loader).__name__} has given: its "
         "class has its own __iter__, which may fetch batches ahead; or the pass was made by another loader over the "
         "same sampler, or by an iterator that is not torch's, or went on after an error. Pass how many the training "
         "loop has finished: batches_done=step + 1 inside enumerate(loader)."

@@ -11,7 +11,7 @@ from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.sharding.loader_passes import Passes
+from ddp_patch.sharding.loader_passes import LoaderUse, Passes
 from ddp_patch.sharding.sampler_passes import SamplerPasses
 from ddp_patch.sharding.saved_state import position_in, state_now
 from ddp_patch.sharding.wrapper_attributes import AttributeProxy
@@ -74,7 +74,7 @@ class EpochSampler(DistributedSampler[T]):
     @property
     def epoch(self) -> int:
         """The current epoch; before the first pass, the next one."""
-        return self.rank_passes.epochs.current
+        return self.rank_passes.epochs.counter.current
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
@@ -114,19 +114,25 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     _inner, _kept_as = "sampler", "_wrapped_sampler"
     rank_passes: SamplerPasses[T]
 
-    def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> None:
-        kind = type(self)
-        super().__init__(
-            SamplerPasses(kind.__name__, stream, shuffle, agreed, batching, are_batches=kind._gives_batches)
-        )
+    def __init__(
+        self,
+        stream: StreamFacts,
+        shuffle: bool,
+        agreed: Agreed,
+        batching: Batching = ONE_PER_STEP,
+        loader: LoaderUse | None = None,
+    ) -> None:
+        name, are_batches = type(self).__name__, type(self)._gives_batches
+        use = loader or LoaderUse(name)
+        super().__init__(SamplerPasses(use, name, stream, shuffle, agreed, batching, are_batches=are_batches))
         self._wrapped_sampler: Iterable[T] = stream.source
         self._seal()
 
     @classmethod
-    def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> Self:
+    def of(cls, stream: StreamFacts, agreed: Agreed, loader: LoaderUse, batching: Batching = ONE_PER_STEP) -> Self:
         """Wrap a sampler that the ranks have agreed on already, and that a loader makes batches from."""
         wrapper = cls.__new__(cls)
-        ShardedSampler.__init__(wrapper, stream, shuffle=False, agreed=agreed, batching=batching)
+        ShardedSampler.__init__(wrapper, stream, shuffle=False, agreed=agreed, batching=batching, loader=loader)
         return wrapper
 
     def __iter__(self) -> Iterator[T]:
@@ -175,13 +181,13 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     @property
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
         """How many items all ranks take together in an epoch, or in what is left of it, padding included."""
-        epoch, taken = self.rank_passes.counted_by_len()
+        epoch, taken = self.rank_passes.epochs.counted_by_len()
         return self.rank_passes.plan.total(max(0, self.rank_passes.stream_length(epoch) - taken))
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # as total_size
         """How many items this rank takes in an epoch, or in the rest of a resumed one."""
-        epoch, taken = self.rank_passes.counted_by_len()
+        epoch, taken = self.rank_passes.epochs.counted_by_len()
         return len(self.rank_passes.plan.share(self.rank_passes.stream_length(epoch), taken))
 
     def __len__(self) -> int:

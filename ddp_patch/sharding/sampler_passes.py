@@ -19,8 +19,9 @@ from ddp_patch.positions_and_padding import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import Rules
 from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
+from ddp_patch.sharding.epochs import epoch_number
 from ddp_patch.sharding.item_sources import Indexed, ItemSource, Nothing, Streamed
-from ddp_patch.sharding.loader_passes import Passes
+from ddp_patch.sharding.loader_passes import LoaderUse, Passes, require_no_failure
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import EpochDraw, SamplerStates
 from ddp_patch.sharding.saved_state import Position, States
@@ -36,6 +37,7 @@ class SamplerPasses(Passes[T]):
     """The passes over a sampler.
 
     Args:
+        loader: The loader that makes the passes.
         wrapper: The class of the sampler that shares it.
         stream: The sampler.
         shuffles: Whether the whole epoch is permuted once more.
@@ -48,6 +50,7 @@ class SamplerPasses(Passes[T]):
 
     def __init__(
         self,
+        loader: LoaderUse,
         wrapper: str,
         stream: StreamFacts,
         shuffles: bool,
@@ -77,16 +80,17 @@ class SamplerPasses(Passes[T]):
             },
             data_digest=partial(agreed.data_digest, stream.dataset),
         )
-        super().__init__(stream.name, wrapper, agreed, batching, states, facts, rules, agreed.why_in_common)
+        super().__init__(stream.name, loader, agreed, batching, states, facts, rules, agreed.why_in_common)
         self.sampler: Iterable[T] = stream.source
         self.shuffles: bool = shuffles
         self._are_batches, self._balancer = are_batches, balancer
         self._gives_runs = agreed.options.gives_runs
         self._is_one_shot = stream.is_one_shot
         self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
+        # The loader's generator, if samplers draw from it, too.
+        self._shared_generator = loader.generator if states.holds(loader.generator) else None
         # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
         self._epochs_told = epochs_in(self.sampler)
-        self._warned_of_length = self._has_told_of_adapting = False
         self._following = 0  # the epoch after the latest pass
 
     # ---- what is drawn ----
@@ -97,7 +101,8 @@ class SamplerPasses(Passes[T]):
         Where that was seen to draw nothing, it is not guarded again before a pass begins or ends, or an epoch is
         chosen: scripts ask in every step.
         """
-        now = (epoch, self.epochs.passes, None if self.latest is None else self.latest.items.drawn)
+        epochs = self.epochs
+        now = (epoch, epochs.counter.passes, None if epochs.latest is None else epochs.latest.items.drawn)
         if self._counted_at == now:
             return len(cast(Any, self.sampler))
         with self._counting(epoch, random_generators(self.sampler_states.holders)) as was_moved:
@@ -125,7 +130,7 @@ class SamplerPasses(Passes[T]):
 
     def snapshot(self, epoch: int) -> States:
         """Return what the samplers hold now: generators, states and counters."""
-        if self._is_one_shot and self.epochs.passes:
+        if self._is_one_shot and self.epochs.counter.passes:
             why = (
                 "the sampler is an iterator, which can be used only once, and nobody knows how many items earlier "
                 "epochs took. Give the loader something that can be iterated again"
@@ -137,7 +142,9 @@ class SamplerPasses(Passes[T]):
 
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next one; tell every nested sampler that has a ``set_epoch``."""
-        super().choose(epoch)
+        number = epoch_number(epoch)
+        self._finish_latest()
+        super().choose(number)
         self._counted_at = None
         self._tell_epoch(self.epochs.upcoming)
 
@@ -151,7 +158,7 @@ class SamplerPasses(Passes[T]):
 
     def runs(self) -> Iterator[Iterator[T]]:
         """Yield this rank's items of the upcoming epoch, in runs, from when the first is asked for."""
-        self.require_no_failure()
+        require_no_failure(self)
         for now, told in zip(epochs_in(self.sampler), self._epochs_told, strict=False):
             if now != told:  # by the user
                 self.choose(now)
@@ -176,16 +183,16 @@ class SamplerPasses(Passes[T]):
 
     def _begin_pass(self) -> Pass[T]:
         """Make a pass over the upcoming epoch the latest one, and return it. It has ended if nothing is left of it."""
-        number, start, states = self.epochs.upcoming, self.position, self.sampler_states
+        number, start, states = self.epochs.upcoming, self.epochs.position, self.sampler_states
         if start is None or not start.is_within_pass:
             states.begin(
                 number,
-                is_chosen=self._was_chosen and not has_order(self.sampler),  # which counts nothing
+                is_chosen=self.epochs.was_chosen and not has_order(self.sampler),  # which counts nothing
                 is_next=number == self._following,
                 begin_iterating=partial(start_iterating, self.sampler),
             )
         # A loader with one iterator for all epochs has drawn its workers' seed already.
-        first_from = None if self.has_one_iterator else self._shared_generator
+        first_from = None if self.loader.has_one_iterator else self._shared_generator
         draw = states.draw(number, first_from=first_from, is_watched=self._may_adapt, on_exit=self._note_epochs)
         with draw:  # a sampler's set_epoch may seed its generator
             self._tell_epoch(number)
@@ -193,7 +200,7 @@ class SamplerPasses(Passes[T]):
             states.load(start.states)  # others may have iterated a sampler that has a state since
         else:
             start = Position(number, (0,), states=self.snapshot(number))
-        with self.beginning(start):
+        with self.epochs.beginning(start):
             source = self._chosen_source(start, draw)
         current = Pass(
             start,
@@ -202,8 +209,8 @@ class SamplerPasses(Passes[T]):
             sizes=Sizes() if self.keeps_sizes or self._are_batches or self.batch_plan is not None else None,
             divide=None if self.batch_plan is None else partial(part_of_batch, plan=self.batch_plan, name=self.name),
         )
-        self._note_begun(current)
-        self._was_chosen, self._following = False, number + 1
+        self.epochs.begin(current)
+        self._following = number + 1
         return current
 
     def _finish_latest(self) -> None:
@@ -211,7 +218,7 @@ class SamplerPasses(Passes[T]):
 
         What workers fetch ahead was not: ranks that looked at another pass since would have fetched less of that.
         """
-        current = self.latest
+        current = self.epochs.latest
         if current is None or current.is_ended or (length := current.likely_length) is None:
             return
         share = self.plan.smallest_share(max(0, length - current.taken_before))
@@ -283,15 +290,14 @@ class SamplerPasses(Passes[T]):
         if not draw.adapts():
             return False
         why = ""
-        if ahead > 1 and not self.batches_ahead:
+        if ahead > 1 and not self.loader.batches_ahead:
             why = f"up to {ahead - 1} steps had been drawn before it changed. "
         elif self.sampler_states.has_generators:
             why = (
                 "it also draws from a generator of its own, which begins every epoch with a state of that epoch: so "
                 "the later epochs are those of the loader patched for one rank, and not those of the unpatched one. "
             )
-        if why and is_first and not self._has_told_of_adapting and self.plan.rank == 0:
-            self._has_told_of_adapting = True
+        if why and is_first and self.is_first("adapts") and self.plan.rank == 0:
             warnings.warn(
                 f"{self.name} was changed within a pass, as samplers are that learn: from now on each step is drawn "
                 f'when it is asked for, by what it has learned until then; but {why}See "Samplers that learn" in '
@@ -329,7 +335,7 @@ class SamplerPasses(Passes[T]):
             ExhaustedSamplerError: There is nothing, because the sampler is an iterator.
             StateError: More was done in the state that is resumed.
         """
-        if self._is_one_shot and not length and self.epochs.passes > 1:
+        if self._is_one_shot and not length and self.epochs.counter.passes > 1:
             raise ExhaustedSamplerError(
                 f"Nothing is left for epoch {start.epoch}: the sampler is an iterator, which can be used only once. "
                 "Give the loader something that can be iterated again (a list, or a sampler whose __iter__ starts "
@@ -340,10 +346,9 @@ class SamplerPasses(Passes[T]):
                 f"The pass cannot resume from the state: {start.taken_of_all} items were taken in it, and the "
                 f"sampler ended after {counted(length, 'item')}. Restore the state of a loader with this sampler."
             )
-        if self._warned_of_length or self._is_looked_up() or (told := self.length_if_any(start.epoch)) is None:
+        if self._is_looked_up() or (told := self.length_if_any(start.epoch)) is None:
             return
-        if told != length:
-            self._warned_of_length = True
+        if told != length and self.is_first("length"):
             warnings.warn(
                 f"{self.name} yielded {counted(length, 'item')} and its len() says {told}. All {length} were "
                 "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "

@@ -400,12 +400,14 @@ def state_after(
         InvalidOptionError: The pass has not yielded that many.
         StateError: The order depends on something that no state holds.
     """
-    current = passes.current
-    given = 0 if current is None else current.batches(batching)
-    if batches > given or (passes.has_one_iterator and batches != given):
-        goes_on = ", and the loader's one iterator goes on with it after a break" if passes.has_one_iterator else ""
+    current = passes.epochs.running
+    given, epoch = 0 if current is None else current.batches(batching), passes.epochs.counter.current
+    if batches > given or (passes.loader.has_one_iterator and batches != given):
+        goes_on = (
+            ", and the loader's one iterator goes on with it after a break" if passes.loader.has_one_iterator else ""
+        )
         raise InvalidOptionError(
-            f"batches_done={batches}, and the pass over epoch {passes.epochs.current} has given {given}{goes_on}. Pass "
+            f"batches_done={batches}, and the pass over epoch {epoch} has given {given}{goes_on}. Pass "
             "how many of its batches the training loop has finished, counted from the beginning of this pass; or call "
             "set_epoch() before each loop, to begin a pass there."
         )
@@ -413,7 +415,7 @@ def state_after(
         return state_now(passes)
     if current.draw_end_after(batches, batching, on_this_rank=on_this_rank):
         end = current.position_at_end(passes.snapshot(current.epoch + 1))
-        return _state_at(passes, end.or_next_epoch() if passes.has_one_iterator else end)
+        return _state_at(passes, end.or_next_epoch() if passes.loader.has_one_iterator else end)
     return _state_at(passes, current.position_after(batches, batching))
 
 
@@ -435,7 +437,7 @@ def _state_at(passes: "Passes[Any]", position: Position) -> dict[str, Any]:
             f"The loader's state cannot be saved: the state_dict() of a sampler in it has {error}. Let that method "
             "return numbers, strings, bytes, tensors and arrays, in lists, tuples, sets and dicts."
         ) from error
-    facts = as_text(dict(passes.facts(passes.latest)))
+    facts = as_text(dict(passes.facts(passes.epochs.latest)))
     return _fields(facts, position, passes.agreed.seed.value, text)
 
 

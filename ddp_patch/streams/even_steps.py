@@ -173,7 +173,7 @@ def even_batches(passes: StreamPasses, workers: int, name: str, wrapped: Iterato
 def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str) -> Generator[Any]:
     """Yield a rank's batches of one pass; raise this rank's failure at its beginning, and report it to the others."""
     own.read(1)  # which begins the pass
-    current, agreed, epoch = cast(Any, passes.latest), passes.agreed, passes.epochs.current
+    current, agreed, epoch = cast(Any, passes.epochs.latest), passes.agreed, passes.epochs.counter.current
     if current is not None and current.start.is_ended:
         return
     doing = f"Iterating the {name} over epoch {epoch}"

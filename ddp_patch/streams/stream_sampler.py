@@ -23,7 +23,7 @@ from ddp_patch.ranks.pass_facts import Marks
 from ddp_patch.ranks.pass_monitor import Rules
 from ddp_patch.ranks.pass_rules import Rule
 from ddp_patch.sharding.item_sources import ItemSource, Nothing
-from ddp_patch.sharding.loader_passes import Passes
+from ddp_patch.sharding.loader_passes import LoaderUse, Passes, require_no_failure
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import DatasetStates
@@ -87,7 +87,7 @@ class StreamSampler(EpochSampler[None]):
     _unit: str = "items of a stream"
 
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed) -> None:
-        super().__init__(StreamPasses(type(self).__name__, given, agreed))
+        super().__init__(StreamPasses(given, agreed))
         self.dataset: ShardedIterable[Any] = self.rank_passes.dataset
 
     def __iter__(self) -> Iterator[None]:
@@ -112,7 +112,6 @@ class StreamPasses(Passes[None]):
     """The passes over an iterable dataset.
 
     Args:
-        wrapper: The class of the sampler that shards it.
         given: The loader that the user gave.
         agreed: What the ranks agreed on.
 
@@ -122,7 +121,7 @@ class StreamPasses(Passes[None]):
         ahead: How many batches each worker may be ahead of the training loop.
     """
 
-    def __init__(self, wrapper: str, given: LoaderFacts[Any], agreed: Agreed) -> None:
+    def __init__(self, given: LoaderFacts[Any], agreed: Agreed) -> None:
         facts: dict[str, object] = {
             **{name: given.described[name] for name in ("dataset", "dataset length")},
             "split": "by_worker" if agreed.options.by_worker else "exact",
@@ -139,9 +138,7 @@ class StreamPasses(Passes[None]):
             why |= {"order": self._why_streams_differ, "numbers": self.why_numbers_differ}
         rules = Rules(why=why, data_digest=lambda: agreed.data_digest(given.dataset))
         why_in_common = partial(_why_parts_overlap, name) if agreed.options.by_worker else None
-        super().__init__(
-            name, wrapper, agreed, given.batching, states, facts, rules, why_in_common, max(1, given.num_workers)
-        )
+        super().__init__(name, LoaderUse.of(given), agreed, given.batching, states, facts, rules, why_in_common)
         self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=is_compared)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers = given.num_workers
@@ -149,7 +146,6 @@ class StreamPasses(Passes[None]):
         self._are_kept: bool = getattr(given.loader, "persistent_workers", False)
         self.ahead: int = getattr(given.loader, "prefetch_factor", None) or 2
         self._told_epoch: int | None = 0  # so that one that was set on the dataset before counts
-        self._said = set[str]()
 
     def stream_length(self, epoch: int) -> int:
         """Return how many items the stream has; raise TypeError where nobody knows."""
@@ -190,13 +186,11 @@ class StreamPasses(Passes[None]):
 
     def may_say(self, what: str) -> bool:
         """Return whether to say something now: on one rank, once for each loader."""
-        is_first = what not in self._said and (self.batch_plan or self.plan).rank == 0
-        self._said.add(what)
-        return is_first
+        return self.is_first(what) and (self.batch_plan or self.plan).rank == 0
 
     def indices(self) -> Iterator[None]:
         """Return an index for each item of the upcoming epoch, forever."""
-        self.require_no_failure()
+        require_no_failure(self)
         self._follow_dataset()
         if self.batch_plan is None:
             return self._indices()
@@ -213,14 +207,14 @@ class StreamPasses(Passes[None]):
     def _indices(self) -> Iterator[None]:
         # Ask again: others may have begun an epoch, or set one, since this iterator was made.
         epoch = self.epochs.upcoming
-        number = self.epochs.passes + 1
-        resumed = self.position or self.worker.resumed_at(number, epoch)
+        number = self.epochs.counter.passes + 1
+        resumed = self.epochs.position or self.worker.resumed_at(number, epoch)
         start = resumed or Position(epoch, states=self.snapshot(epoch))
         if start.is_within_pass:
             # A loader may have drawn from them since.
             self.sampler_states.restore(epoch, start.states)
         if start.is_ended:
-            self._note_begun(Pass(start, self, Nothing()))
+            self.epochs.begin(Pass(start, self, Nothing()))
             self.worker.taken = 0
             return
         source = StreamSource(start, self, number)
@@ -228,7 +222,7 @@ class StreamPasses(Passes[None]):
         self.worker.shared.begin(number, epoch)
         if resumed is None:
             self.forget_resumed()
-        self._note_begun(current)
+        self.epochs.begin(current)
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
         tell_epoch(self.worker.dataset, epoch)
@@ -240,7 +234,7 @@ class StreamPasses(Passes[None]):
 
     def _why_streams_differ(self) -> str:
         """Return what may cause that ranks read different streams, and what to do."""
-        is_split = self.latest is not None and self.latest.source.is_in_parts  # it asks for its worker
+        is_split = self.epochs.latest is not None and self.epochs.latest.source.is_in_parts  # it asks for its worker
         by_worker = " If each worker shuffles its own part, share='by_worker' will do." if is_split else ""
         return (
             f"Each rank keeps its shard of what should be one stream of {self.worker.name}, so samples are lost. "
@@ -263,7 +257,7 @@ class StreamPasses(Passes[None]):
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         super().resume_at(position, counts_rest=counts_rest)
-        self.worker.resumed = self.epochs.passes + 1, position.or_next_epoch()
+        self.worker.resumed = self.epochs.counter.passes + 1, position.or_next_epoch()
         self.worker.taken = position.taken_of_all if counts_rest else 0
 
     def forget_resumed(self, number: int | None = None) -> None:
@@ -276,7 +270,7 @@ class StreamPasses(Passes[None]):
         """Make ``epoch`` the next one to be drawn."""
         super().choose(epoch)
         resumed = self.worker.resumed
-        if self.position is None and resumed is not None and resumed[1].epoch != self.epochs.upcoming:
+        if self.epochs.position is None and resumed is not None and resumed[1].epoch != self.epochs.upcoming:
             self.forget_resumed()
 
     def require_fits(self, position: Position) -> None:

@@ -255,7 +255,7 @@ def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes
     train: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
     batches = iter(train)
     next(batches)
-    one = train.sampler.rank_passes.latest
+    one = train.sampler.rank_passes.epochs.latest
     assert one.delivery.progress()[:3] == (1, 1, RUNNING)
     dataset.may_end.set()
     while one.source.lengths_found() == [None]:  # the test's time limit ends it
@@ -273,7 +273,7 @@ def test_who_asks_for_a_state_changes_nothing() -> None:
     loader = DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is)
     batches = iter(loader)
     next(batches)
-    latest: Any = sampler.rank_passes.latest
+    latest: Any = sampler.rank_passes.epochs.latest
     before = latest.delivery.progress()
     assert loader_state(loader, batches_done=1)["taken"] == [6]
     assert latest.delivery.progress() == before

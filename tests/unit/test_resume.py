@@ -153,10 +153,14 @@ def test_a_stream_without_length_is_over_once_the_loop_has_seen_its_end(workers:
     running = start(DataLoader(Source(10, splits=workers > 1), 3, num_workers=workers))
     batches = len(list(islice(running, 4)))
     deadline = time.monotonic() + 30
-    while None in running.sampler.rank_passes.latest.source.lengths_found() and time.monotonic() < deadline:
+    while None in running.sampler.rank_passes.epochs.latest.source.lengths_found() and time.monotonic() < deadline:
         time.sleep(0.01)  # its workers find the end
     state = loader_state(running)
-    assert (batches, state["epoch"], None in running.sampler.rank_passes.latest.source.lengths_found()) == (4, 0, False)
+    assert (batches, state["epoch"], None in running.sampler.rank_passes.epochs.latest.source.lengths_found()) == (
+        4,
+        0,
+        False,
+    )
     restored = start(DataLoader(Source(10, splits=workers > 1), 3, num_workers=workers))
     restore_loader(restored, state)
     assert [len(list(restored)), len(list(restored)), loader_state(restored)["epoch"]] == [0, 4, 1]

@@ -180,7 +180,7 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
     patched.sampler.rank_passes.worker.is_compared = True
     for _ in patched:
         pass
-    digest = patched.sampler.rank_passes.latest.source
+    digest = patched.sampler.rank_passes.epochs.latest.source
     assert digest.marks() == read(range(30)).marks()
 
 
