@@ -223,10 +223,6 @@ class Pass(Generic[T]):
         given = self.delivery.batches
         return batching.count(self.items.taken) if given is None else given
 
-    def runs(self) -> Iterator[Iterator[T]]:
-        """Yield this rank's items in runs, from when the first is asked for."""
-        return self.items.runs(self.delivery)
-
     # ---- its batches, as a loader makes them: its sampler may have been wrapped before there was one ----
 
     def schedule(self, batching: Batching) -> Schedule:

@@ -166,7 +166,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     @property
     def shuffle(self) -> bool:
         """The wrapped sampler's; if it has none, whether the whole epoch is permuted once more."""
-        shuffle: bool = getattr(self._holder("shuffle"), "shuffle", self.rank_passes.shuffles)
+        shuffle: bool = getattr(self._holder("shuffle"), "shuffle", self.rank_passes.order.shuffles)
         return shuffle
 
     @shuffle.setter
@@ -174,7 +174,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if hasattr(self._holder("shuffle"), "shuffle"):
             self._set("shuffle", shuffle)
         else:
-            self.rank_passes.shuffles = shuffle
+            self.rank_passes.order.shuffles = shuffle
 
     # ---- lengths ----
 

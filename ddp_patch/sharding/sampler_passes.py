@@ -6,25 +6,25 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import torch
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthWarning, StreamOrderWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import epochs_in, tell_epoch
-from ddp_patch.orders.chunks import copy_item, start_iterating
-from ddp_patch.orders.orders import EpochOrder, has_computed_order, has_order, is_always_alike, order_of
-from ddp_patch.orders.random_states import RandomGenerator, distributed_permutation, epoch_seed, look, random_generators
+from ddp_patch.orders.chunks import start_iterating
+from ddp_patch.orders.orders import has_order, is_always_alike
+from ddp_patch.orders.random_states import RandomGenerator, look, random_generators
 from ddp_patch.positions_and_padding import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import Rules
-from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
+from ddp_patch.sharding.balancing import Balancer, part_of_batch
 from ddp_patch.sharding.epochs import epoch_number
 from ddp_patch.sharding.item_sources import Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.loader_passes import LoaderUse, Passes, require_no_failure
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import EpochDraw, SamplerStates
 from ddp_patch.sharding.saved_state import Position, States
+from ddp_patch.sharding.shared_order import SharedOrder
 from ddp_patch.validation import counted
 
 __all__ = ["SamplerPasses"]
@@ -82,9 +82,8 @@ class SamplerPasses(Passes[T]):
         )
         super().__init__(stream.name, loader, agreed, batching, states, facts, rules, agreed.why_in_common)
         self.sampler: Iterable[T] = stream.source
-        self.shuffles: bool = shuffles
-        self._are_batches, self._balancer = are_batches, balancer
-        self._gives_runs = agreed.options.gives_runs
+        self.order: SharedOrder[T] = SharedOrder(stream.source, agreed, shuffles=shuffles, balancer=balancer)
+        self._are_batches = are_batches
         self._is_one_shot = stream.is_one_shot
         self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
         # The loader's generator, if samplers draw from it, too.
@@ -116,13 +115,9 @@ class SamplerPasses(Passes[T]):
         """Return what to enter while samplers count their data: what they draw then is alike on all ranks."""
         return look(generators, seed=self.agreed.seed.value, epoch=epoch)
 
-    @property
-    def _order_is_drawn(self) -> bool:
-        return has_order(self.sampler) and not has_computed_order(self.sampler)
-
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
-        if not self._order_is_drawn:
+        if not self.order.is_drawn:
             return self._facts
         # Rows may have been added since the patch. A pass that has begun has those that were there then.
         length = None if latest is None or latest.is_ended else latest.source.length
@@ -165,7 +160,7 @@ class SamplerPasses(Passes[T]):
                 break
         current = self._begin_pass()
         if not current.is_ended:
-            yield from current.runs()
+            yield from current.items.runs(current.delivery)
 
     @contextmanager
     def iterator_context(self, loader: DataLoader[Any]) -> Iterator[None]:
@@ -193,7 +188,7 @@ class SamplerPasses(Passes[T]):
             )
         # A loader with one iterator for all epochs has drawn its workers' seed already.
         first_from = None if self.loader.has_one_iterator else self._shared_generator
-        draw = states.draw(number, first_from=first_from, is_watched=self._may_adapt, on_exit=self._note_epochs)
+        draw = states.draw(number, first_from=first_from, is_watched=self.order.may_adapt, on_exit=self._note_epochs)
         with draw:  # a sampler's set_epoch may seed its generator
             self._tell_epoch(number)
         if start is not None and start.is_within_pass:
@@ -238,27 +233,21 @@ class SamplerPasses(Passes[T]):
         """
         if start.is_ended:
             return Nothing()
-        epoch, seed, keeps_sizes = start.epoch, self.agreed.seed.value, self.keeps_sizes and self.batch_plan is None
-        # It draws what the global one would draw from the epoch's states, and nobody else can draw from it.
-        private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
-        order = partial(order_of, self.sampler, epoch, private_generator)
+        order, keeps_sizes = self.order, self.keeps_sizes and self.batch_plan is None
         ranks = start.ranks or self.plan.num_replicas  # that began the epoch
-        if self._is_looked_up():
-            balanced = None if self._balancer is None else partial(balanced_order, self._balancer, ranks, epoch)
+        if order.is_looked_up:
             return Indexed(
-                order,
+                order.drawn(start.epoch),
                 draw,
                 self.plan,
                 start,
-                balanced=balanced,
+                balanced=order.balanced(start.epoch, ranks),
                 keeps_sizes=keeps_sizes,
                 name=self.name,
-                has_digest=self.monitor.is_on or self._order_is_drawn,
+                has_digest=self.monitor.is_on or order.is_drawn,
             )
         with draw:
-            stream = self._begun_by(order, epoch, ranks)
-        if self._balancer is not None:
-            stream = balanced_stream(self._balancer, epoch, ranks, stream)
+            stream = order.stream(start.epoch, ranks, has_generators=self.sampler_states.has_generators)
         return Streamed(
             stream,
             draw,
@@ -266,15 +255,10 @@ class SamplerPasses(Passes[T]):
             start=start,
             step=1 if self._is_one_shot else self.batching.size,
             draws_ahead=not self._is_one_shot,
-            adapts=partial(self._adapts, draw) if self._may_adapt else None,
+            adapts=partial(self._adapts, draw) if order.may_adapt else None,
             keeps_sizes=keeps_sizes,
             name=self.name,
         )
-
-    @property
-    def _may_adapt(self) -> bool:
-        """Whether somebody may change the sampler within a pass, so that a step at a time is to be drawn."""
-        return self._balancer is None and not has_order(self.sampler)
 
     def _adapts(self, draw: EpochDraw, ahead: int) -> bool:
         """Return whether somebody has changed the samplers within the pass; say once what that means.
@@ -307,23 +291,6 @@ class SamplerPasses(Passes[T]):
             )
         return True
 
-    def _begun_by(self, order: Callable[[], EpochOrder], epoch: int, ranks: int) -> Iterator[T]:
-        """Begin to yield an epoch's items, in the order that the ranks share if it is not balanced."""
-        begin: Callable[[], Iterator[T]] = partial(start_iterating, self.sampler)
-        # Where nobody else draws from the same, the sampler is not begun: it may count epochs by that.
-        if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
-            begin = partial(_in_order, order)
-        if self.shuffles:
-            begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, epoch))
-        if self._gives_runs:
-            begin = partial(_arranged, begin, partial(_in_runs, ranks))
-        return begin()
-
-    def _is_looked_up(self) -> bool:
-        """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        is_arranged = self.shuffles or self._gives_runs
-        return has_order(self.sampler) and not is_arranged
-
     def note_length(self, start: Position, length: int) -> None:
         """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
 
@@ -346,7 +313,7 @@ class SamplerPasses(Passes[T]):
                 f"The pass cannot resume from the state: {start.taken_of_all} items were taken in it, and the "
                 f"sampler ended after {counted(length, 'item')}. Restore the state of a loader with this sampler."
             )
-        if self._is_looked_up() or (told := self.length_if_any(start.epoch)) is None:
+        if self.order.is_looked_up or (told := self.length_if_any(start.epoch)) is None:
             return
         if told != length and self.is_first("length"):
             warnings.warn(
@@ -356,36 +323,6 @@ class SamplerPasses(Passes[T]):
                 StreamLengthWarning,
                 stacklevel=2,
             )
-
-
-def _in_order(order: Callable[[], EpochOrder]) -> Iterator[Any]:
-    """Draw an order when its first item is asked for, as torch's samplers do, and yield its items."""
-    yield from order().items()
-
-
-def _arranged(begin: Callable[[], Iterator[T]], places: Callable[[int], Sequence[int]]) -> Iterator[T]:
-    """Yield a sampler's epoch in another order, which needs all of it.
-
-    Args:
-        begin: Begins the sampler.
-        places: Returns the places of the items in its own order, given their number.
-    """
-    items = [copy_item(item) for item in begin()]
-    for place in places(len(items)):
-        yield items[place]
-
-
-def _in_permutation(seed: int, epoch: int, n: int) -> Sequence[int]:
-    """Return ``DistributedSampler(shuffle=True)``'s order."""
-    places: Sequence[int] = distributed_permutation(n, seed, epoch).tolist()
-    return places
-
-
-def _in_runs(ranks: int, n: int) -> Sequence[int]:
-    """Return the order in which each rank takes a run, where an order is shared in rounds."""
-    each, more = divmod(n, ranks)  # the first ranks have one more
-    starts = [rank * each + min(rank, more) for rank in range(ranks)]
-    return [starts[place % ranks] + place // ranks for place in range(n)]
 
 
 def _why_orders_differ(name: str, is_balanced: bool) -> str:

@@ -174,9 +174,11 @@ class _Counters:
         self._holders = holders
         self.values: dict[_Name, Any] = {}
         self.beginnings: dict[int, dict[_Name, Any]] = {0: {}}
+        # The attributes with which epoch 0 begins, and those that no draw has changed yet, as this loader would begin
+        # with them: a state may hold others.
+        self._at_first = [*map(self._counting, range(len(holders)))]
+        self._unmoved = [dict(attributes) for attributes in self._at_first]
         self._changes: dict[_Name, int] = {}
-        # The attributes that no draw has changed yet, as this loader would begin with them.
-        self._unmoved = [*map(self._counting, range(len(holders)))]
         self.note_changes()
         self.are_as_drawn: bool = True
         self.counts_nothing: bool = False
@@ -201,7 +203,7 @@ class _Counters:
                     if (place, name) in self.values:
                         self.values[place, name] = value
                     elif name in self._unmoved[place]:
-                        self._unmoved[place][name] = value
+                        self._unmoved[place][name] = self._at_first[place][name] = value
             self._note_counters(place, seen)
 
     def begin_draw(self) -> list[dict[str, Any]]:
@@ -231,8 +233,8 @@ class _Counters:
         for name in seen.counters & self._unmoved[place].keys():
             first = self._unmoved[place].pop(name)
             self.values[place, name] = first
-            for beginning in self.beginnings.values():
-                beginning.setdefault((place, name), first)
+            for epoch, beginning in self.beginnings.items():
+                beginning.setdefault((place, name), first if epoch else self._at_first[place].get(name, first))
 
     def end_epoch(self, epoch: int) -> None:
         """Record that an epoch was drawn to its end: the next one begins with the counters of now."""
@@ -251,7 +253,8 @@ class _Counters:
             self._unmoved[place] |= {name: plain[name] for name in self._unmoved[place].keys() & plain.keys()}
             self.values |= {key: plain[key[1]] for key in self.values if key[0] == place and key[1] in plain}
         self.note_changes()
-        self.are_as_drawn, self.beginnings = True, {epoch: dict(self.values)}
+        first = {(place, name): self._at_first[place].get(name, now) for (place, name), now in self.values.items()}
+        self.are_as_drawn, self.beginnings = True, {0: first, epoch: dict(self.values)}
 
 
 # ---- both ----

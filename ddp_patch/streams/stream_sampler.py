@@ -228,7 +228,7 @@ class StreamPasses(Passes[None]):
         tell_epoch(self.worker.dataset, epoch)
         self._told_epoch = self._stored_epoch()
         try:
-            yield from chain.from_iterable(current.runs())
+            yield from chain.from_iterable(current.items.runs(current.delivery))
         finally:
             self.forget_resumed(number)
 
