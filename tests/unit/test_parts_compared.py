@@ -24,12 +24,12 @@ class Reader:
         self.claims = Claims("loader", "ranks", rank, range(3))
         self.parts, self.passes = Parts(lambda: "DataLoader", lambda: "Why.", **how), 0
 
-    def reads(self, items: Any) -> None:
+    def reads(self, items: Any, *, ends: bool = True) -> None:
         Connection.current = self.connection
         sketch = self.parts.sketch(None)
         for start in range(0, len(items), 4):
             self.parts.note_batch(torch.tensor(items[start : start + 4]), sketch)
-        self.parts.compare(self.claims, self.passes, sketch, None, self.tell)
+        self.parts.compare(self.claims, self.passes, sketch, None if ends else len(items) // 4, self.tell)
         self.passes += 1
 
     def tell(self, text: str) -> None:
@@ -50,6 +50,18 @@ def test_the_same_samples_in_one_order_are_certain_also_on_ranks_that_are_no_nei
     one.reads(range(40, 80))
     with pytest.raises(RankMismatchError, match=r"of 40 samples of rank 2 .* 40 are also rank 1's, in the same order"):
         other.reads(range(40, 80))
+
+
+def test_the_first_samples_in_one_order_are_certain_before_the_pass_ends() -> None:
+    one, other, _ = readers()
+    one.reads(range(40, 56), ends=False)
+    with pytest.raises(RankMismatchError, match=r"of 16 samples of rank 1 .* 16 are also rank 0's, in the same order"):
+        other.reads(range(40, 56), ends=False)
+
+
+def test_samples_that_are_all_alike_are_certain_of_nothing() -> None:
+    for one in readers():
+        one.reads([7] * 40)
 
 
 def test_samples_that_come_again_in_another_order_are_likely_and_told_once() -> None:
