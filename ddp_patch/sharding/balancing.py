@@ -35,10 +35,10 @@ T = TypeVar("T")
 def balance_window(
     costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence
 ) -> NDArray[np.int64]:
-    """Return an order of a window's items, for interleaved sharding, in which the batches of each step cost alike.
+    """Return an order of a window's items, for interleaved sharding, in which batches of a step cost about the same.
 
-    The steps come in a random order, and so do the batches within each. A batch has its items in the order in which
-    they came. Items that fill no whole step come last; after them those that fill no whole round, as they came.
+    Steps come in a random order, and so do the batches of a step. A batch keeps the order of its items. Items that fill
+    no whole step come last, and after them the items that fill no whole round.
 
     Args:
         costs: What each item costs, at least 0, shape (items,).
@@ -80,7 +80,7 @@ def balance_window(
 
 
 def _steps(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf) -> NDArray[np.int64]:
-    """Return which items each batch of each step has, shape (steps, ranks, size), from the most expensive step on."""
+    """Return the items of each batch of each step, shape (steps, ranks, size), from the most expensive step on."""
     if not len(costs):
         return np.empty((0, ranks, size), np.int64)
     dearest_first = _ascending(costs)[::-1]
@@ -107,7 +107,7 @@ def _filled(
 
 
 def _shuffled(steps: NDArray[np.int64], random: np.random.PCG64) -> NDArray[np.int64]:
-    """Return steps in a random order, and the batches of each, too."""
+    """Return the steps in a random order, and the batches of each step in a random order."""
     number, ranks, _ = steps.shape
     order = np.argsort(random.random_raw(number))
     of_ranks = np.argsort(random.random_raw(number * ranks).reshape(number, ranks), axis=1)
@@ -182,7 +182,7 @@ class Balancer:
 
     @property
     def described(self) -> dict[str, object]:
-        """What the order follows from, by the names under which states keep it."""
+        """What the order follows from, by the names that states have for it."""
         return self.costs.described | ({} if self.are_batches else {"batch_size": self.size})
 
     def width(self, ranks: int) -> int:
@@ -239,7 +239,7 @@ def balanced_order(
 
     @lru_cache(maxsize=1)
     def window(number: int) -> tuple[Any, np.ndarray[Any, Any]]:
-        """Return a window's items as they come, which may be an array, and their positions in it, balanced."""
+        """Return a window's items, which may be an array, and the balanced order of their positions."""
         nonlocal to_note
         positions = range(number * width, min(order.length, (number + 1) * width))
         drawn = order.drawn
@@ -263,7 +263,7 @@ def balanced_order(
         return found
 
     def by_window(positions: range) -> Iterator[range]:
-        """Cut positions so that a window is balanced as soon as its first item is asked for, and none before."""
+        """Cut positions at windows, so that a window is balanced when its first item is asked for."""
         for number, here in in_blocks(positions, width):
             yield range(here.start + number * width, here.stop + number * width, here.step)
 

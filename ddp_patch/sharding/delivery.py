@@ -1,4 +1,4 @@
-"""What the training loop was given of a pass: batches, an end, an error; and what the ranks compare of it."""
+"""What the training loop was given of a pass: batches, an end, an error; and what the ranks compare of these."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ __all__ = ["Delivery", "Items"]
 
 
 class Items:
-    """What is known of the items of a pass. Nothing is, where a loader is sharded already.
+    """What is known of the items of a pass: nothing, where a loader was sharded before.
 
     Args:
-        source: Where they come from.
+        source: The source of the items.
 
     Attributes:
         source: As given.
@@ -34,29 +34,29 @@ class Items:
         return None
 
     def are_all_in(self, batches: int | None) -> bool:
-        """Return whether so many batches have all items; None if nobody counts batches."""
+        """Return whether so many batches have all items; None stands for batches that no iterator counts."""
         return True
 
     def asked_for(self, state: State) -> tuple[int, int, State]:
-        """Return how many batches were asked for, at least and at most, and what is known where nobody counts them."""
+        """Return the least and most batches that were asked for, and the state, where no iterator counts batches."""
         return 0, 0, state
 
 
 class Delivery:
-    """What the training loop was given of a pass, and what the ranks compare of that.
+    """What the training loop was given of a pass, and what the ranks compare of these batches.
 
-    The iterator around torch's tells it of each batch, of the end, and of an error.
+    The iterator around torch's records each batch, the end, and an error.
 
     Args:
         monitor: Compares the passes over the loader.
         items: What is known of the pass's items.
 
     Attributes:
-        state: What the loop has seen of the pass: RUNNING; LEFT, when it was told of an end that is none; ENDED; or
-            FAILED, when it was given an error of the loader's instead of a batch, and nothing since.
-        batches: How many batches the loop was given, without those that workers fetched ahead; None if nobody counts
-            them.
-        is_interleaved: Whether an iterator of an earlier pass gave batches while this was the latest one.
+        state: What the loop has seen of the pass: RUNNING; LEFT, when an iterator of the user's ended before the pass;
+            ENDED; or FAILED, when the loop was given an error instead of a batch, and no batch since.
+        batches: How many batches the loop was given, without those that workers fetched ahead; None if no iterator
+            counts them.
+        is_interleaved: Whether an iterator of an earlier pass gave batches while this pass was the latest.
         next_comparison: After how many batches the ranks are compared.
     """
 
@@ -81,7 +81,7 @@ class Delivery:
             self.state = State.RUNNING
 
     def add(self, note: NotedBatch | None = None) -> None:
-        """Record that the loop was given a batch, and what the worker that made it noted. It is called in each step."""
+        """Record that the loop was given a batch, with the worker's note. This is called in each step."""
         if note is not None:
             self._source.keep(note._replace(batch=None))
         if self.batches is None:
@@ -106,7 +106,7 @@ class Delivery:
             self._monitor.parts.note_batch(batch, self._begun.sketch)
 
     def lose_count(self) -> None:
-        """Record that the loop is given batches after an error: nobody knows which."""
+        """Record that the loop is given batches after an error: it is not known which batches."""
         self.state, self.batches = State.RUNNING, None
         self._report_progress()
 
@@ -114,10 +114,10 @@ class Delivery:
         """Record that the loop was given an error of the loader's instead of a batch."""
         self.state = State.FAILED
         self._report_progress()
-        self._monitor.report(self._begun)  # the others may not wait for this rank's next comparison
+        self._monitor.report(self._begun)  # other ranks should not have to wait for this rank's next comparison
 
     def end(self) -> None:
-        """Record that the loop was told of an end: of the pass, or before it, by an iterator of the user's.
+        """Record that the loop has seen an end: the pass's, or before it the end of an iterator of the user's.
 
         Raises:
             RankMismatchError: As ``PassMonitor.compare``.
@@ -141,15 +141,15 @@ class Delivery:
 
     @property
     def _has_own_length(self) -> bool:
-        """Whether other ranks may have more or fewer batches in it.
+        """Whether other ranks may have more or fewer batches in the pass.
 
-        Where nobody counts them, more is asked of workers than there is, once they have come to the end.
+        Where no iterator counts batches, workers that have come to the end are asked for more than there is.
         """
         return self._source.has_own_length or (self._source.is_endless and self.batches is None)
 
     @property
     def _is_open_ended(self) -> bool:
-        """Whether another rank's stream may be longer, and no rank know it before the end."""
+        """Whether another rank's stream may be longer, which no rank knows before the end."""
         return self._source.is_open_ended and not self._has_own_length
 
     def compare(self, *, at_end: bool = False) -> None:

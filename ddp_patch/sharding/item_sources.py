@@ -1,4 +1,4 @@
-"""How a pass gets its items: looked up in an order, or drawn. Chosen when the pass begins."""
+"""The sources of a pass's items: an order in which items are looked up, or a stream from which they are drawn."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -20,24 +20,24 @@ __all__ = ["Indexed", "ItemSource", "Nothing", "Streamed"]
 T = TypeVar("T")
 
 
-# So many items of an order that can be looked up are compared, evenly spread, and its length.
+# How many items of an order that can be looked up the ranks compare, evenly spread, besides its length.
 _LOOKED_UP = 64
 
 
 class ItemSource(Generic[T]):
-    """How a pass gets its rank's items. By itself it has none.
+    """The source of a rank's items in a pass. The base has no items.
 
     Attributes:
-        length: How many items the epoch has, once its end was found. Every rank knows it at the same step.
-        sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
-            None if this rank does not see them, or nobody needs that.
+        length: How many items the epoch has, once its end was found: on every rank at the same step.
+        sizes: How many samples each item of the pass has, for all ranks' items in order, as far as they were drawn;
+            None if this rank does not see them, or if no caller needs the sizes.
         rounds: The rounds in which ranks send each other batches (``BalancedRounds``, ``streams/even_steps.py``); None
             if each gives its own.
-        is_open_ended: Whether a rank may find the end later than another.
-        is_endless: Whether more is given than there is: workers find the end.
+        is_open_ended: Whether a rank may find the end later than another rank.
+        is_endless: Whether the source gives items without end, because workers find the end.
         is_in_parts: Whether several workers read a part each; False while that is unknown.
         has_own_length: Whether other ranks may have more or fewer batches.
-        digest: Takes note of what is drawn, for the ranks to compare; None if nobody compares it.
+        digest: A digest of the drawn items, for the ranks to compare; None if they do not compare them.
     """
 
     # Subclasses annotate again what they set: pyright asks for it.
@@ -56,37 +56,36 @@ class ItemSource(Generic[T]):
 
     @property
     def marks(self) -> Marks:
-        """What tells the digests of what was drawn, and does not keep what draws it."""
+        """A function that returns the digests of the drawn items. It does not keep the source alive."""
         marks = {} if self.digest is None else self.digest.marks
         return lambda: marks
 
     @property
     def number_marks(self) -> Marks:
-        """What tells the digests of the numbers in what was drawn, beside names; none where all is in ``marks``."""
+        """A function that returns the digests of the numbers in the drawn items, where ``marks`` are of names alone."""
         return dict
 
     def ends_within(self, items: int) -> bool:
-        """Draw up to the end if it is at most this many items of the share away, and return whether it is.
+        """Draw up to the end if at most this many items of the share are left, and return whether that is so.
 
-        Then the samplers hold what the epoch leaves in them. Return False, too, where one rank would know and another
-        not.
+        The samplers then are as the epoch leaves them. Return False where one rank would know and another would not.
         """
         return False
 
     def order_up_to(self, taken: int) -> tuple[int, int] | None:
-        """Return a digest of the epoch's order, where so many items were taken: of how many, and the digest."""
+        """Return a digest of the epoch's order where so many items were taken: of how many items, and the digest."""
         return None
 
     def lengths_found(self) -> Sequence[int | None]:
-        """Return how many items the stream had, or each part of it; None where nobody came to the end."""
+        """Return how many items the stream has, or each part of it; None where the end was not found."""
         return [self.length]
 
     def parts(self, taken: int) -> Sequence[Part]:
-        """Return what the pass is over, when so many items of the epoch were taken before."""
+        """Return the parts that the pass is over, when so many items of the epoch were taken before."""
         return [Part(taken, self.length)]
 
     def position_after(self, position: Position, batches: int, schedule: Callable[[], Schedule]) -> Position:
-        """Return the position after this many batches, of which ``position`` has what follows from their number."""
+        """Return the position after this many batches. ``position`` has what follows from their number alone."""
         return position
 
     def most_when_found(self, schedule: Callable[[], Schedule], batches: int, *, may_end: bool) -> int | None:
@@ -94,13 +93,13 @@ class ItemSource(Generic[T]):
 
         Args:
             schedule: Returns the batches, with the ends that were found.
-            batches: How many were given.
-            may_end: Whether these may be all.
+            batches: How many batches were given.
+            may_end: Whether there may be no more batches.
         """
         return None
 
     def keep(self, note: NotedBatch) -> None:
-        """Keep what the worker noted whose batch the loop is given."""
+        """Keep the worker's note of a batch that the loop is given."""
 
     def note_first_batch(self) -> None:
         """Record that the loop was given its first batch."""
@@ -113,13 +112,13 @@ class ItemSource(Generic[T]):
 
 
 class Nothing(ItemSource[T]):
-    """Is what a pass reads that resumes after an epoch's last item."""
+    """The source of a pass that resumes after an epoch's last item: it has no items."""
 
     length: int | None = 0
     sizes: Sizes | None
 
     def __init__(self) -> None:
-        self.sizes = Sizes()  # those of no item are all known
+        self.sizes = Sizes()  # the sizes of no items are known
 
 
 class Indexed(ItemSource[T]):
@@ -127,14 +126,14 @@ class Indexed(ItemSource[T]):
 
     Args:
         draw: Draws the order of the whole epoch.
-        random_context: What to enter while the sampler draws.
+        random_context: The context in which the sampler draws.
         plan: Which positions of what is left are this rank's.
         start: Where the pass begins.
         balanced: Returns the order, balanced, for a pass that begins at a position; None to share it as it comes.
         keeps_sizes: Whether to record how many samples the items have.
         name: The sampler's class.
-        has_digest: Whether some items of the order are looked up for a digest. One that is computed follows from the
-            epoch, so only other ranks can have another.
+        has_digest: Whether some items of the order are looked up for a digest. A computed order follows from the epoch,
+            so its digest is of use to compare ranks alone.
     """
 
     is_open_ended: bool = False  # the whole epoch is drawn before the first item is given
@@ -157,7 +156,7 @@ class Indexed(ItemSource[T]):
         self._draw, self._random_context, self._plan, self._start = draw, random_context, plan, start
         self._balanced, self._keeps_sizes, self._name = balanced, keeps_sizes, name
         self.digest = Digest() if has_digest else None
-        self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
+        self._draw_rest: Callable[[], object] | None = None  # not the order itself, which is large
         self._is_finished = False
 
     def chunks(self) -> Iterator[Sequence[T]]:
@@ -169,7 +168,7 @@ class Indexed(ItemSource[T]):
         at: Callable[[range], Sequence[T]] = order.at
         real, repeated = plan.own_and_repeated(length, taken)
         padding = at(repeated) if repeated else []  # first: an order is looked up from its beginning on
-        # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
+        # The complete rounds come first. A rank that asks for more finds the end, at the same step as the other ranks.
         rounds = max(0, length - taken) // plan.num_replicas
         if order.sizes is not None:
             self.sizes = Sizes()
@@ -206,7 +205,7 @@ class Indexed(ItemSource[T]):
     def _looking_at_all(
         self, at: Callable[[range], Sequence[T]], length: int, taken: int, positions: range
     ) -> Sequence[T]:
-        """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
+        """Return the items at some of this rank's positions, and record the sizes of all ranks' items up to these."""
         sizes, plan = cast(Sizes, self.sizes), self._plan
         until = positions[-1] - plan.rank + plan.num_replicas if positions else length
         first = taken + len(sizes)
@@ -214,12 +213,12 @@ class Indexed(ItemSource[T]):
         return everybodys[positions.start - first :: plan.num_replicas] if positions else []
 
     def ends_within(self, items: int) -> bool:
-        """Finish, wherever the pass is: the order was drawn as a whole."""
+        """Let the sampler draw to its end: the order was drawn as a whole, wherever the pass is."""
         self._finish()
         return self._is_finished
 
     def _finish(self) -> None:
-        """Draw, once, what the sampler draws after its last item."""
+        """Let the sampler draw, once, what it draws after its last item."""
         if self._draw_rest is not None:
             draw_rest, self._draw_rest, self._is_finished = self._draw_rest, None, True
             with self._random_context:
@@ -231,13 +230,13 @@ class Streamed(ItemSource[T]):
 
     Args:
         stream: Yields the items of the epoch, in the order in which the ranks share it.
-        random_context: What to enter while the sampler draws.
+        random_context: The context in which the sampler draws.
         plan: Which positions of what is left are this rank's.
         start: Where the pass begins.
         step: How many items of each rank make a step.
-        draws_ahead: Whether more may be drawn than is asked for. An iterator, which can be used only once, goes on in
-            the next pass where a break leaves it.
-        adapts: As in ``Drawn``; None if nobody can change the sampler within a pass.
+        draws_ahead: Whether more items may be drawn than are asked for. An iterator, which can be used only once, goes
+            on in the next pass where a break leaves it.
+        adapts: As in ``Drawn``; None if the sampler cannot change within a pass.
         keeps_sizes: Whether to record how many samples the items have.
         name: The sampler's class.
     """
@@ -282,7 +281,7 @@ class Streamed(ItemSource[T]):
         yield from split_chunks(self._plan, self._drawn, self._found)
 
     def _require_same_order(self) -> None:
-        """Refuse an epoch whose items up to the position are others than when the state was taken that is resumed."""
+        """Refuse an epoch whose items up to the position differ from those when the resumed state was taken."""
         known, order = tuple(self._start.order), self.digest
         if known and known[0] != END and known[0] <= order.count and order.before(known[0]) != known:
             raise other_order(self._name)
@@ -293,11 +292,11 @@ class Streamed(ItemSource[T]):
 
     def ends_within(self, items: int) -> bool:
         """Draw more, and return whether at most this many items of the share are left."""
-        # What is read ahead of an iterator would be lost to the next pass.
+        # Items that are drawn ahead from an iterator would be lost to the next pass.
         return self._draws_ahead and self._drawn.ends_within(items)
 
     def order_up_to(self, taken: int) -> tuple[int, int] | None:
-        """Return the digest of at most as many items as were taken: of how many, and the digest."""
+        """Return the digest of at most as many items as were taken: of how many items, and the digest."""
         return self.digest.before(taken)
 
 

@@ -32,7 +32,7 @@ __all__ = ["CountedIterator", "EmptyIterator", "RepeatedPasses", "WatchedIterato
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Return whether an error leaves doubt about what is lost, as one of this package's does not."""
+    """Return whether an error leaves doubt about what is lost. An error of this package leaves none."""
     return isinstance(error, Exception) and not (is_end(error) or isinstance(error, DDPPatchError | Warning))
 
 
@@ -43,9 +43,9 @@ class CountedIterator(AroundIterator):
         wrapped: The iterator that the loader's class made.
         passes: The passes over the loader.
         batches_of: As in ``AroundIterator``.
-        begins_ahead: Whether a pass has begun before its first batch is asked for, as workers begin it; else the first
-            batch begins it.
-        reaches_loop: Whether the loop is given what this gives. A loader with its own iteration may fetch ahead.
+        begins_ahead: Whether workers have begun a pass before its first batch is asked for; else the first batch begins
+            the pass.
+        reaches_loop: Whether the loop is given these batches. A loader with its own iteration may fetch ahead.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class CountedIterator(AroundIterator):
         super().__init__(wrapped, batches_of)
 
     def begin(self) -> None:
-        """Begin a pass, which ``wrapped`` has begun."""
+        """Begin a pass that ``wrapped`` has begun."""
         super().begin()
         self._pass: Pass[Any] | None = None
         self._has_pass = self._has_failed = False
-        # What makes other batches of its own notes these.
+        # Where ranks send each other batches, they note the samples of their own.
         self._notes_samples = self._batches_of is None and self._passes.monitor.parts is not None
         if self._begins_ahead:
             self._find_pass()
@@ -77,12 +77,12 @@ class CountedIterator(AroundIterator):
             return super().__next__()
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        """Begin the next pass with the same workers, as torch asks for where these are persistent."""
+        """Begin the next pass with the same, persistent workers: torch calls this."""
         with self._passes.epochs.counting(self._reaches_loop):
             super()._reset(loader, first_iter)
 
     def count(self, given: Any) -> Any:
-        """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
+        """Record that a batch is given, and return the batch without its note. This is called in each step."""
         if not self._has_pass:
             self._find_pass()
         note, batch = (given, given.batch) if type(given) is NotedBatch else (None, given)
@@ -119,7 +119,7 @@ class CountedIterator(AroundIterator):
             self.stop(end)
 
     def _find_pass(self) -> None:
-        """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
+        """Remember the pass, once: the latest one now. Another iterator may begin another pass later."""
         if self._has_pass:
             return
         self._has_pass, self._pass = True, self._passes.epochs.latest
@@ -128,7 +128,7 @@ class CountedIterator(AroundIterator):
 
 
 class EmptyIterator(CountedIterator):
-    """Is the iterator of a pass that resumes after the last batch of its epoch: the next pass starts the workers.
+    """The iterator of a pass that resumes after the last batch of its epoch. The next pass starts the workers.
 
     Args:
         loader: The loader.
@@ -143,21 +143,21 @@ class EmptyIterator(CountedIterator):
         super().__init__(made, passes, begins_ahead=False, reaches_loop=reaches_loop)
 
     def stop(self, reason: BaseException) -> None:
-        """Record that the loop sees the end; a loader with persistent workers makes another iterator then."""
+        """Record that the loop sees the end. A loader with persistent workers then makes another iterator."""
         forget_iterator(self._loader)
         super().stop(reason)
 
 
 class WatchedIterator(AroundIterator):
-    """Counts the batches of a loader that is sharded already, and compares its passes with the other ranks'.
+    """Counts the batches of a loader that was sharded before, and compares its passes with the other ranks'.
 
-    Nothing else of the loader is changed.
+    Nothing else of the loader changes.
 
     Args:
         wrapped: The iterator that the loader's class made.
         monitor: Compares the loader's passes.
-        noted: What notes its indices; None if nobody does.
-        is_open_ended: Whether nobody knows the end before it comes.
+        noted: The sampler that notes the loader's indices; None if there is none.
+        is_open_ended: Whether the end is not known before it comes.
     """
 
     def __init__(
@@ -204,9 +204,9 @@ _NOTHING = object()
 class RepeatedPasses(Iterator[Any]):
     """One iterator for all epochs: one pass over a sharded sampler after the other, with the same workers.
 
-    It replaces such an iterator of the given loader, and begins when its first batch is asked for. Workers
-    fetch ahead within an epoch, not into the next: so ``set_epoch`` chooses the epoch of the very next batch, and a
-    state is about the pass that the training loop is in.
+    This iterator replaces the given loader's iterator for all epochs, and begins when its first batch is asked for.
+    Workers fetch ahead within an epoch, not into the next one. So ``set_epoch`` chooses the epoch of the very next
+    batch, and a state is about the pass that the training loop is in.
 
     Args:
         loader: The patched loader, before it has this iterator.
@@ -228,11 +228,11 @@ class RepeatedPasses(Iterator[Any]):
         return self
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        """Leave the running pass; with persistent workers, torch asks for it."""
+        """Leave the running pass: torch calls this where workers are persistent."""
         self._running = None
 
     def __next__(self) -> Any:
-        if self._passes.epochs.latest is None:  # nothing was drawn yet, or set_epoch() or a state chose what comes
+        if self._passes.epochs.latest is None:  # nothing was drawn yet, or set_epoch() or a state has chosen what comes
             self._begin()
         if (batch := self._next()) is _NOTHING:
             self._begin()
@@ -241,7 +241,7 @@ class RepeatedPasses(Iterator[Any]):
             raise StopIteration
         current = self._passes.epochs.latest
         if current is not None and current.delivery.batches == self._length and self._running is not None:
-            self._running.look_for_end()  # nobody will ask for it, and len() and states depend on it
+            self._running.look_for_end()  # no loop will ask for the end, and len() and states depend on it
         return batch
 
     def _next(self) -> Any:
@@ -262,7 +262,7 @@ class RepeatedPasses(Iterator[Any]):
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
         vars(plain).update(self._attributes)
         plain.collate_fn = by_value(self._passes.noting(plain.collate_fn))
-        # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
+        # The given loader drew its workers' seed once. Each pass would draw one here, and samplers may share its generator.
         plain.generator = torch.Generator()
         return plain
 

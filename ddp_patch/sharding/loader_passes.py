@@ -52,7 +52,7 @@ class LoaderUse:
 
     @classmethod
     def of(cls, facts: LoaderFacts[Any]) -> Self:
-        """Return how a loader makes passes, of which these facts are known."""
+        """Return how a loader makes passes, from the facts about it."""
         readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
         has_one_iterator = facts.repeater is not None
         loader = facts.loader
@@ -60,16 +60,16 @@ class LoaderUse:
 
 
 class Passes(Generic[T]):
-    """The passes over one loader, and what they have in common. It is the base of those over samplers and datasets.
+    """What the passes over one loader have in common: the base of passes over samplers and over datasets.
 
     Args:
-        name: The class of the sampler or dataset that is drawn.
+        name: The class of the sampler or dataset.
         loader: The loader that makes the passes.
         agreed: What the ranks agreed on.
         batching: How the loader makes batches of its items.
-        sampler_states: The objects whose generators are drawn from.
-        facts: What identifies what is sharded, for a state.
-        rules: What holds where ranks compare passes.
+        sampler_states: The samplers or the dataset, whose states an epoch's order follows from.
+        facts: The facts by which a state is known to be of this loader.
+        rules: The rules by which ranks compare passes.
         why_in_common: As in ``Agreed``.
 
     Attributes:
@@ -117,25 +117,25 @@ class Passes(Generic[T]):
         self._said = set[str]()
         self._facts = {**facts, "uneven": agreed.options.uneven, "layout": agreed.options.layout}
 
-    # ---- what is drawn; samplers and datasets answer differently ----
+    # ---- what is drawn: samplers and datasets answer differently ----
 
     def stream_length(self, epoch: int) -> int:
         """Return how many items the stream has; if unknown, raise TypeError or what the user's code raises."""
         raise NotImplementedError
 
     def snapshot(self, epoch: int) -> States:
-        """Return what the samplers hold now, when an epoch is about to begin: generators, states and counters."""
+        """Return the samplers' generators, states and counters now, when an epoch is about to begin."""
         return self.sampler_states.snapshot(epoch)
 
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
-        """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
+        """Return the facts by which a state is known to be of this loader, with the length in a pass or now."""
         return self._facts
 
     def require_fits(self, position: Position) -> None:
-        """Raise StateError if what is drawn cannot have such a position."""
+        """Raise StateError if the sampler or dataset cannot have such a position."""
 
     def note_length(self, start: Position, length: int) -> None:
-        """Record how many items all ranks share in a pass, when it has found that."""
+        """Record how many items all ranks share in a pass, when its end was found."""
 
     # ---- the loader ----
 
@@ -144,15 +144,16 @@ class Passes(Generic[T]):
         return f"{self.loader.name} {self.agreed.place}".rstrip()
 
     def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a ``collate_fn`` with whose batches travels what workers note of them: here none do."""
+        """Return a ``collate_fn`` whose batches may have a worker's note; here none has."""
         return collate_fn
 
     @contextmanager
     def iterator_context(self, loader: DataLoader[Any]) -> Iterator[None]:
         """While entered, the loader makes an iterator, for which it draws a number from its generator.
 
-        If samplers draw from that, too, the pass draws that number, first of all, and the iterator draws another. If it
-        is the global one, another thread's sampler may not have put private states there.
+        If samplers draw from the loader's generator, too, the pass draws this number before the samplers draw, and the
+        iterator draws another. If the loader draws from the global generator, the context waits for other threads that
+        have put private states there.
 
         Raises:
             StateError: The latest pass ended by an error, so that this rank alone would leave out its rest.
@@ -167,7 +168,7 @@ class Passes(Generic[T]):
             yield
 
     def is_first(self, what: str) -> bool:
-        """Return True the first time that it is asked: something is said once for each loader."""
+        """Return True the first time that ``what`` is asked for: a warning is given once for each loader."""
         has_said = what in self._said
         self._said.add(what)
         return not has_said
@@ -182,7 +183,7 @@ class Passes(Generic[T]):
 
     @contextmanager
     def keeping_sizes(self) -> Iterator[None]:
-        """While entered, let passes that begin record how many samples their items have, and those of all ranks."""
+        """While entered, passes that begin record how many samples their items have, and the other ranks' items."""
         self.keeps_sizes = True
         try:
             yield
@@ -201,7 +202,7 @@ class Passes(Generic[T]):
     # ---- positions ----
 
     def position_now(self) -> Position:
-        """Return where the next pass would go on, as callers of torch's Stateful protocol count."""
+        """Return where the next pass would go on, as torch's Stateful protocol counts: by the items that were drawn."""
         epochs = self.epochs
         if (known := epochs.known_position) is not None:
             return known

@@ -24,20 +24,20 @@ R = TypeVar("R")
 
 
 class RankItems(Items, Generic[T]):
-    """This rank's items of a pass, as they are drawn.
+    """This rank's items of a pass, as the source gives them.
 
     Args:
         start: Where the pass begins.
-        passes: All passes over the loader, and what these have in common.
-        source: How the items come.
-        sizes: Records how many samples each item has, before division; None if nobody needs that.
+        passes: What the passes over the loader have in common.
+        source: The source of the items.
+        sizes: Records how many samples each item has, before division; None if no caller needs the sizes.
         divide: Returns this rank's part of an item; None if ranks take whole items.
 
     Attributes:
         source: As given.
         taken_before: How many items of the epoch all ranks had taken before.
         given: How many items were given.
-        drawn: How far they were asked for: NEW, RUNNING, LEFT or ENDED.
+        drawn: How far the items were asked for: NEW, RUNNING, LEFT or ENDED.
     """
 
     source: ItemSource[T]
@@ -60,14 +60,14 @@ class RankItems(Items, Generic[T]):
 
     @property
     def taken(self) -> int:
-        """How many of the items given were taken."""
+        """How many of the given items were taken."""
         return self.given - length_hint(self._run)
 
     def runs(self, delivery: Delivery) -> Iterator[Iterator[T]]:
         """Yield the items in runs, from when the first is asked for.
 
         Args:
-            delivery: What the loop is given of them. Where nobody counts its batches, the ranks compare the runs.
+            delivery: What the loop is given. Where no iterator counts the loop's batches, the ranks compare the runs.
         """
         self.drawn = State.RUNNING
         try:
@@ -90,21 +90,21 @@ class RankItems(Items, Generic[T]):
     def _note_length(self, length: int) -> None:
         """Refuse a length that cannot be, and an epoch without steps.
 
-        It is called before a rank is given items of the incomplete round, so every rank comes to it at the same step.
+        Every rank calls this at the same step: before it is given items of the incomplete round.
         """
         self._has_noted_length = True
         passes, plan, batching = self._passes, self._passes.plan, self._passes.batching
         passes.note_length(self._start, length)
-        if self._start.is_at_epoch_start:  # the rest of one may well have none
+        if self._start.is_at_epoch_start:  # the rest of an epoch may well have no step
             require_steps(plan, batching, passes.name, [length])
 
     def _own(self, chunk: Sequence[T]) -> Sequence[T]:
-        """Return what this rank gets of its items, and record their sizes where somebody needs these."""
+        """Return this rank's part of each item, and record the items' sizes where a caller needs them."""
         items = chunk if self._sizes is None else list(self._sizes.recording(chunk))
         return items if self._divide is None else list(map(self._divide, items))
 
     def _compared(self, run: Iterator[R], delivery: Delivery) -> Iterator[Iterator[R]]:
-        """Cut a run where the ranks compare their progress, as long as nobody counts the batches of the loop."""
+        """Cut a run where the ranks compare their progress, as long as no iterator counts the loop's batches."""
         size = self._passes.batching.size
         first = self._passes.loader.batches_ahead * size
         while delivery.batches is None and (moment := first + delivery.next_comparison * size) < self.given:
@@ -114,16 +114,16 @@ class RankItems(Items, Generic[T]):
         yield run
 
     def draw_rest(self, items: int) -> bool:
-        """Draw what is left if that is at most this many items of the share, and return whether it is.
+        """Draw to the end if at most this many items of the share are left, and return whether that is so.
 
-        Then the samplers hold what the epoch leaves in them.
+        The samplers then are as the epoch leaves them.
         """
-        if self.drawn is State.NEW:  # it resumed where nothing was left
+        if self.drawn is State.NEW:  # the pass resumed where nothing was left
             for _ in self.source.chunks():
                 pass
         return self.source.ends_within(items)
 
-    # ---- what is known of them ----
+    # ---- what is known of the items ----
 
     def slack(self) -> int:
         """Return how many batches more one rank may have than another."""
@@ -133,19 +133,19 @@ class RankItems(Items, Generic[T]):
         """Return how many items all ranks have drawn after so many batches, at least; None if all of them."""
         if not self.source.is_open_ended:  # all was drawn before the first item was given
             return None
-        # Of several workers' parts each, items are counted in each.
+        # Where several workers read a part each, a batch has the items of one part.
         readers = len(self.source.parts(self.taken_before)) if self.source.is_in_parts else 1
         taken = batches // readers * self._passes.batching.size
         return self.taken_before + self._passes.plan.num_replicas * max(0, taken - 1)
 
     def are_all_in(self, batches: int | None) -> bool:
-        """Return whether so many batches have all items; None if nobody counts batches."""
+        """Return whether so many batches have all items; None stands for batches that no iterator counts."""
         if self.source.is_endless or batches is None:
             return True
         return self.drawn is State.ENDED and batches >= self._passes.batching.count(self.taken)
 
     def asked_for(self, state: State) -> tuple[int, int, State]:
-        """Return how many batches were asked for, at least and at most, and what is known where nobody counts them."""
+        """Return the least and most batches that were asked for, and the state, where no iterator counts batches."""
         batching, ahead = self._passes.batching, self._passes.loader.batches_ahead
         least, most = max(0, self.taken // batching.size - ahead), batching.count(self.taken)
         if self.drawn is State.ENDED and not ahead and state is State.RUNNING:
@@ -157,14 +157,14 @@ class Pass(Generic[T]):
     """A pass over this rank's share of an epoch, or of the rest of one: its batches, and the positions between them.
 
     Args:
-        start: Where it begins.
-        passes: All passes over the loader, and what these have in common.
-        source: How it gets its items.
-        sizes: Records how many samples each item has, before division; None if nobody needs that.
+        start: Where the pass begins.
+        passes: What the passes over the loader have in common.
+        source: The source of the items.
+        sizes: Records how many samples each item has, before division; None if no caller needs the sizes.
         divide: Returns this rank's part of an item; None if ranks take whole items.
 
     Attributes:
-        start: Where it began.
+        start: Where the pass began.
         source: As given.
         items: This rank's items.
         delivery: What the loop was given.
@@ -185,16 +185,16 @@ class Pass(Generic[T]):
         self.delivery: Delivery = Delivery(passes.monitor, self.items)
         self._passes, self._sizes = passes, sizes
 
-    # ---- what it is ----
+    # ---- what the pass is ----
 
     @property
     def epoch(self) -> int:
-        """Which epoch it is over."""
+        """The epoch that the pass is over."""
         return self.start.epoch
 
     @property
     def taken_before(self) -> int:
-        """How many items of the epoch all ranks had taken when it began; it is over the rest."""
+        """How many items of the epoch all ranks had taken when the pass began. The pass is over the rest."""
         return self.items.taken_before
 
     @property
@@ -204,33 +204,33 @@ class Pass(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be asked for; persistent workers keep a pass that the loop has seen the end of."""
+        """Whether no more items will be asked for. Persistent workers keep a pass after the loop has seen its end."""
         return self.delivery.state is State.ENDED or self.items.drawn in {State.LEFT, State.ENDED}
 
     @property
     def likely_length(self) -> int | None:
-        """How many items the epoch has: as found; or as the sampler or dataset says; or None."""
+        """How many items the epoch has: as found, or as the sampler's or dataset's length says, or None."""
         if self.source.length is not None:
             return self.source.length
         length = self._passes.length_if_any(self.epoch)
         if length is not None:
             return length
-        # Before, one rank's workers may have found it and another's not.
+        # Before the end, the workers of one rank may have found the length, and those of another not.
         return self.source.lengths_found()[0] if self.delivery.state is State.ENDED else None
 
     def batches(self, batching: Batching) -> int:
-        """Return how many batches it has given; if nobody counts them, with those that workers fetched ahead."""
+        """Return how many batches the pass has given; with those that workers fetched ahead, if no iterator counts."""
         given = self.delivery.batches
         return batching.count(self.items.taken) if given is None else given
 
-    # ---- its batches, as a loader makes them: its sampler may have been wrapped before there was one ----
+    # ---- the batches, as a loader makes them: a sampler may be wrapped before there is a loader ----
 
     def schedule(self, batching: Batching) -> Schedule:
-        """Return its batches, with the ends that this rank has found so far."""
+        """Return the schedule of the batches, with the ends that this rank has found so far."""
         return self._schedule_of(batching, self.source.parts(self.taken_before))
 
     def whole_schedule(self, batching: Batching) -> Schedule | None:
-        """Return its batches if this rank has reached its end, otherwise None."""
+        """Return the schedule of the batches if this rank has reached the end, otherwise None."""
         if self.source.is_endless:
             schedule = self.schedule(batching)
             return None if schedule.count is None else schedule
@@ -250,27 +250,27 @@ class Pass(Generic[T]):
         """Draw to the end if nothing is left after this many batches, and return whether it is so.
 
         Args:
-            batches: How many.
-            batching: How the loader makes them.
-            on_this_rank: Whether it is enough if this rank knows it, though others may not know it yet.
+            batches: How many batches.
+            batching: How the loader makes batches.
+            on_this_rank: Whether it is enough that this rank knows the end, though other ranks may not know it yet.
 
         Raises:
-            StateError: They may be all, and this rank cannot know it yet.
+            StateError: These may be all batches, and this rank cannot know that yet.
         """
-        # Only a rank with fewer batches than others can know.
+        # A rank with fewer batches than others knows only by having seen the end.
         is_over = self.delivery.state is State.ENDED and batches == self.batches(batching)
         if not is_over:
             most = self._most_batches(batches, batching, on_this_rank=on_this_rank)
             if batches != most:
                 return False
         unused = batching.size - 1 if batching.drop_last else 0
-        if not self.source.is_endless:  # what was drawn ahead of these was drawn in this process
+        if not self.source.is_endless:  # items that were drawn ahead were drawn in this process
             unused -= self.items.given - batches * batching.size
-        # If more were given, the length is wrong.
+        # A negative number: more items were given than there are, so the length is wrong.
         return unused >= 0 and (self.is_ended or self.source.ends_within(unused))
 
     def _most_batches(self, given: int, batching: Batching, *, on_this_rank: bool) -> int | None:
-        """Return how many batches the largest share has in it; None if that is not known when so many were given."""
+        """Return how many batches the largest share has; None if that is not known when so many were given."""
         if self.source.rounds is not None:  # the ranks find the end together
             return None
         length, plan = self.likely_length, self._passes.plan
@@ -284,7 +284,7 @@ class Pass(Generic[T]):
             most = self.source.most_when_found(partial(self.schedule, batching), given, may_end=may_end)
         return most
 
-    # ---- its position ----
+    # ---- the position ----
 
     def position(self, items: int, batching: Batching) -> Position:
         """Return the position after this many items of the share were taken in the pass."""
@@ -302,14 +302,14 @@ class Pass(Generic[T]):
         )
 
     def position_after(self, batches: int, batching: Batching) -> Position:
-        """Return the position after this many of its batches.
+        """Return the position after this many batches of the pass.
 
         Raises:
-            StateError: No state can describe it.
+            StateError: No state can describe the position.
         """
         position = self.position(batches * batching.size, batching)
         return self.source.position_after(position, batches, partial(self.schedule, batching))
 
     def position_at_end(self, states: States) -> Position:
-        """Return the position after everything was taken, when the samplers hold ``states``."""
+        """Return the position after everything was taken, where ``states`` are the samplers'."""
         return self.start if self.start.is_ended else Position(self.epoch, turn=None, states=states)

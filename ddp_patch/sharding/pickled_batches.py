@@ -1,4 +1,4 @@
-"""How a batch leaves a worker: small and plain ones are pickled by value, where torch makes files in shared memory."""
+"""How a batch leaves a worker: a small and plain one by value, where torch makes a file of shared memory per tensor."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ from ddp_patch.walks import SCALARS, elements, plain_tensors
 __all__ = ["by_value"]
 
 
-# Small tensors leave a worker in the message itself, if a batch has at most so many bytes of them. torch would make a
-# file in shared memory for each, and open it in the main process: several times the cost.
+# The largest batch, in bytes, whose tensors leave a worker in the message itself. torch would make a file in shared
+# memory for each tensor, and open it in the main process, which costs several times as much.
 _SMALL_BYTES = 2**16
 
 
@@ -27,7 +27,7 @@ def by_value(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _collated(collate_fn: Callable[[Any], Any], process: int, samples: Any) -> Any:
     """Return the batch of some samples, ready to be pickled if this is a worker's process."""
     made = collate_fn(samples)
-    if os.getpid() == process:  # where nothing is sent
+    if os.getpid() == process:  # the main process, which sends nothing
         return made
     if type(made) is NotedBatch:
         return made._replace(batch=_by_value(made.batch, samples))
@@ -35,15 +35,16 @@ def _collated(collate_fn: Callable[[Any], Any], process: int, samples: Any) -> A
 
 
 def _by_value(batch: Any, samples: Any) -> Any:
-    """Return a batch whose tensors are pickled by value if they are small and plain; or as it is."""
+    """Return a batch whose tensors are pickled by value if they are small and plain; else the batch unchanged."""
     tensors = plain_tensors(batch) or {}
     if not tensors or not all(map(_is_dense, tensors.values())):
         return batch
     filled = [tensor for tensor in tensors.values() if tensor.nbytes]
     memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in filled}
     if sum(tensor.nbytes for tensor in filled) > _SMALL_BYTES or len(memories) < len(filled):
-        return batch  # views of the same memory stay that
-    # torch's collate_fn makes batches in shared memory; of its own there, a dataset may want that others see it write.
+        return batch  # views of one memory stay views
+    # torch's collate_fn makes batches in shared memory. A dataset may share a tensor on purpose, for other processes to
+    # see what it writes.
     are_shared = any(memory.is_shared() for memory in memories.values())
     if are_shared and (plain_tensors(samples) or {}).keys() & tensors.keys():
         return batch
@@ -51,7 +52,7 @@ def _by_value(batch: Any, samples: Any) -> Any:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether its values, its type and its shape make a tensor. What others are like, torch sends."""
+    """Return whether a tensor is no more than its values, type and shape. Other tensors are left to torch."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.requires_grad:
         return False
     return tensor.device.type == "cpu" and tensor.is_contiguous()
@@ -69,7 +70,7 @@ def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
 
 
 class _TensorByValue:
-    """Is pickled as a tensor of its own."""
+    """A tensor that is pickled by value, and unpickled as a tensor with memory of its own."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._parts = bytes_of(tensor).numpy().tobytes(), tensor.dtype, tuple(tensor.shape)
@@ -81,5 +82,5 @@ class _TensorByValue:
 def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()  # where torch puts tensors
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()  # into memory that torch aligns
     return values.view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""What is shared of a loader, and what cannot be: refused, with the reason and the remedy."""
+"""What of a loader is shared; and refusals of what cannot be shared, with the reason and the remedy."""
 
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ L = TypeVar("L", bound=DataLoader[Any])
 
 
 def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
-    """Return the facts about a loader with the unit that is sharded.
+    """Return the facts about a loader, with the unit that is sharded.
 
     With ``batch_size=None``, items are sharded as they are, whatever ``share`` says: torch does not look into them.
 

@@ -1,4 +1,4 @@
-"""The samplers that this package puts into a loader, with torch's API and the attributes of what they wrap."""
+"""The samplers that this package puts into a loader: with torch's API, and the attributes of the wrapped sampler."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -52,7 +52,7 @@ class EpochSampler(DistributedSampler[T]):
 
     @property
     def _share(self) -> str:
-        """Which share this is, in words."""
+        """The share, in words."""
         unit = self._unit if self.rank_passes.batch_plan is None else "a part of each batch"
         return f"shard {self.rank} of {self.num_replicas}, {unit}"
 
@@ -141,7 +141,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     # ---- attributes of what is wrapped ----
 
     def _wrapped(self) -> Iterator[Any]:
-        # What torch, or this package, puts between the loader and the user's sampler has none of its attributes.
+        # Samplers that torch or this package puts between the loader and the user's sampler lack its attributes.
         current: Any = self._wrapped_sampler
         yield current
         while is_torch_batch_sampler(type(current)):
@@ -150,13 +150,13 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
     @property
     def sampler(self) -> Iterable[T]:
-        """The wrapped sampler's, as in one process; if it has none, that sampler."""
+        """The wrapped sampler's own sampler, as in one process; if it has none, the wrapped sampler."""
         outer, *inner = self._wrapped()
         return cast(Iterable[T], inner[0] if inner else getattr(outer, "sampler", outer))
 
     @property
     def dataset(self) -> Any:
-        """The wrapped sampler's; if it has none, that sampler, which is what ``DistributedSampler`` calls so."""
+        """The wrapped sampler's dataset; if it has none, the wrapped sampler."""
         return getattr(self._holder("dataset"), "dataset", self._wrapped_sampler)
 
     @dataset.setter
@@ -165,7 +165,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
     @property
     def shuffle(self) -> bool:
-        """The wrapped sampler's; if it has none, whether the whole epoch is permuted once more."""
+        """The wrapped sampler's ``shuffle``; if it has none, whether the whole epoch is permuted once more."""
         shuffle: bool = getattr(self._holder("shuffle"), "shuffle", self.rank_passes.order.shuffles)
         return shuffle
 
@@ -180,7 +180,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
     @property
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
-        """How many items all ranks take together in an epoch, or in what is left of it, padding included."""
+        """How many items all ranks take together in an epoch, or in the rest of a resumed one, padding included."""
         epoch, taken = self.rank_passes.epochs.counted_by_len()
         return self.rank_passes.plan.total(max(0, self.rank_passes.stream_length(epoch) - taken))
 
@@ -195,7 +195,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
 
 def describe_share(loader: DataLoader[Any]) -> str | None:
-    """Return what a loader gives this rank, as the log says it; None if this package did not patch it.
+    """Return what a loader gives this rank, as the log says it; None if the loader is not patched.
 
     Shards are counted from 0, as ranks are.
 

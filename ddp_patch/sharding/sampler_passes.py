@@ -1,4 +1,4 @@
-"""The passes over a sampler that is shared: what each draws, from which states, and how long it is."""
+"""The passes over a sampler that ranks share: what each pass draws, from which states, and how long it is."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ class SamplerPasses(Passes[T]):
 
     Args:
         loader: The loader that makes the passes.
-        wrapper: The class of the sampler that shares it.
+        wrapper: The class that wraps the sampler.
         stream: The sampler.
         shuffles: Whether the whole epoch is permuted once more.
         agreed: What the ranks agreed on.
@@ -69,7 +69,7 @@ class SamplerPasses(Passes[T]):
         }
         states = SamplerStates(stream.samplers, agreed.seed, stream.name)
         facts["generators"] = states.given_generators
-        # No sample is lost by passes over different epochs.
+        # Passes over different epochs lose no sample if all epochs have one order.
         has_one_order = not shuffles and balancer is None and is_always_alike(stream.source)
         rules = Rules(
             has_one_order=has_one_order,
@@ -85,20 +85,21 @@ class SamplerPasses(Passes[T]):
         self.order: SharedOrder[T] = SharedOrder(stream.source, agreed, shuffles=shuffles, balancer=balancer)
         self._are_batches = are_batches
         self._is_one_shot = stream.is_one_shot
-        self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
+        self._counted_at: tuple[object, ...] | None = None  # when counting was seen to draw nothing
         # The loader's generator, if samplers draw from it, too.
         self._shared_generator = loader.generator if states.holds(loader.generator) else None
-        # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
+        # The epochs of nested samplers, as they were last set here. A user may set others, past the sampler around them.
         self._epochs_told = epochs_in(self.sampler)
         self._following = 0  # the epoch after the latest pass
 
     # ---- what is drawn ----
 
     def stream_length(self, epoch: int) -> int:
-        """Return the sampler's length, or its own TypeError; some samplers or datasets draw to find it, guarded.
+        """Return the sampler's length; raise its own TypeError if it has none.
 
-        Where that was seen to draw nothing, it is not guarded again before a pass begins or ends, or an epoch is
-        chosen: scripts ask in every step.
+        Some samplers or datasets draw random numbers to find their length, so the random states are put back. Where that
+        drew nothing, the states are not guarded again before a pass begins or ends, or an epoch is chosen: scripts ask
+        for lengths in every step.
         """
         epochs = self.epochs
         now = (epoch, epochs.counter.passes, None if epochs.latest is None else epochs.latest.items.drawn)
@@ -112,19 +113,19 @@ class SamplerPasses(Passes[T]):
     def _counting(
         self, epoch: int, generators: Sequence[RandomGenerator] = ()
     ) -> AbstractContextManager[Callable[[], bool]]:
-        """Return what to enter while samplers count their data: what they draw then is alike on all ranks."""
+        """Return the context in which samplers count their data: what they draw in it is alike on all ranks."""
         return look(generators, seed=self.agreed.seed.value, epoch=epoch)
 
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
         if not self.order.is_drawn:
             return self._facts
-        # Rows may have been added since the patch. A pass that has begun has those that were there then.
+        # Rows may have been added since the patch. A pass has the rows that were there when it began.
         length = None if latest is None or latest.is_ended else latest.source.length
         return {**self._facts, "sampler length": self.stream_length(self.epochs.upcoming) if length is None else length}
 
     def snapshot(self, epoch: int) -> States:
-        """Return what the samplers hold now: generators, states and counters."""
+        """Return the samplers' generators, states and counters now."""
         if self._is_one_shot and self.epochs.counter.passes:
             why = (
                 "the sampler is an iterator, which can be used only once, and nobody knows how many items earlier "
@@ -136,7 +137,7 @@ class SamplerPasses(Passes[T]):
     # ---- passes ----
 
     def choose(self, epoch: int) -> None:
-        """Make ``epoch`` the next one; tell every nested sampler that has a ``set_epoch``."""
+        """Make ``epoch`` the next one, and set it on every nested sampler that has a ``set_epoch``."""
         number = epoch_number(epoch)
         self._finish_latest()
         super().choose(number)
@@ -148,11 +149,11 @@ class SamplerPasses(Passes[T]):
         self._note_epochs()
 
     def _note_epochs(self) -> None:
-        """Note the epochs of the samplers, as they were told or have counted them: others are the user's choice."""
+        """Note the epochs of the nested samplers. When one is another later, the user has chosen it."""
         self._epochs_told = epochs_in(self.sampler)
 
     def runs(self) -> Iterator[Iterator[T]]:
-        """Yield this rank's items of the upcoming epoch, in runs, from when the first is asked for."""
+        """Begin a pass over the upcoming epoch when its first item is asked for, and yield this rank's items in runs."""
         require_no_failure(self)
         for now, told in zip(epochs_in(self.sampler), self._epochs_told, strict=False):
             if now != told:  # by the user
@@ -164,7 +165,7 @@ class SamplerPasses(Passes[T]):
 
     @contextmanager
     def iterator_context(self, loader: DataLoader[Any]) -> Iterator[None]:
-        """While entered, the loader makes an iterator. What workers copy of the samplers' generators is the epoch's."""
+        """While entered, the loader makes an iterator. Its workers copy the samplers' generators as the epoch has them."""
         states = self.sampler_states
         if not loader.num_workers or not states.has_generators:
             with super().iterator_context(loader):
@@ -177,12 +178,13 @@ class SamplerPasses(Passes[T]):
             yield
 
     def _begin_pass(self) -> Pass[T]:
-        """Make a pass over the upcoming epoch the latest one, and return it. It has ended if nothing is left of it."""
+        """Make a pass over the upcoming epoch the latest one, and return it; an ended pass if nothing is left of the epoch."""
         number, start, states = self.epochs.upcoming, self.epochs.position, self.sampler_states
         if start is None or not start.is_within_pass:
             states.begin(
                 number,
-                is_chosen=self.epochs.was_chosen and not has_order(self.sampler),  # which counts nothing
+                is_chosen=self.epochs.was_chosen
+                and not has_order(self.sampler),  # a sampler whose order can be looked up counts nothing
                 is_next=number == self._following,
                 begin_iterating=partial(start_iterating, self.sampler),
             )
@@ -192,7 +194,7 @@ class SamplerPasses(Passes[T]):
         with draw:  # a sampler's set_epoch may seed its generator
             self._tell_epoch(number)
         if start is not None and start.is_within_pass:
-            states.load(start.states)  # others may have iterated a sampler that has a state since
+            states.load(start.states)  # a sampler that has a state may have been iterated since
         else:
             start = Position(number, (0,), states=self.snapshot(number))
         with self.epochs.beginning(start):
@@ -209,9 +211,9 @@ class SamplerPasses(Passes[T]):
         return current
 
     def _finish_latest(self) -> None:
-        """Draw to its end a pass whose every batch was given: a loop that takes ``len()`` batches asks for no end.
+        """Draw a pass to its end if the loop was given all of its batches: a loop that takes ``len()`` batches asks for no end.
 
-        What workers fetch ahead was not: ranks that looked at another pass since would have fetched less of that.
+        Batches that workers fetched ahead do not count: ranks may have fetched more or fewer.
         """
         current = self.epochs.latest
         if current is None or current.is_ended or (length := current.likely_length) is None:
@@ -225,11 +227,11 @@ class SamplerPasses(Passes[T]):
     # ---- how a pass gets its items ----
 
     def _chosen_source(self, start: Position, draw: EpochDraw) -> ItemSource[T]:
-        """Choose how a pass gets its items.
+        """Return the source of a pass's items.
 
         Args:
-            start: Where it begins.
-            draw: What to enter while the samplers draw.
+            start: Where the pass begins.
+            draw: The context in which the samplers draw.
         """
         if start.is_ended:
             return Nothing()
@@ -261,10 +263,10 @@ class SamplerPasses(Passes[T]):
         )
 
     def _adapts(self, draw: EpochDraw, ahead: int) -> bool:
-        """Return whether somebody has changed the samplers within the pass; say once what that means.
+        """Return whether the samplers have changed within the pass; warn once of what that means.
 
         Args:
-            draw: What the samplers draw in.
+            draw: The context in which the samplers draw.
             ahead: How many steps were drawn at once before.
 
         Warns:
@@ -292,15 +294,15 @@ class SamplerPasses(Passes[T]):
         return True
 
     def note_length(self, start: Position, length: int) -> None:
-        """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
+        """Refuse an epoch that has fewer items than were taken of it; warn once if the sampler's length is wrong.
 
         Args:
-            start: Where the pass began whose end was found.
+            start: Where the pass began.
             length: How many items the epoch has.
 
         Raises:
-            ExhaustedSamplerError: There is nothing, because the sampler is an iterator.
-            StateError: More was done in the state that is resumed.
+            ExhaustedSamplerError: The epoch has no items, because the sampler is an iterator that was used before.
+            StateError: More items were taken in the resumed state than there are.
         """
         if self._is_one_shot and not length and self.epochs.counter.passes > 1:
             raise ExhaustedSamplerError(
@@ -326,7 +328,7 @@ class SamplerPasses(Passes[T]):
 
 
 def _why_orders_differ(name: str, is_balanced: bool) -> str:
-    """Return what may cause that ranks draw different orders, and what to do."""
+    """Return why ranks may draw different orders, and what to do."""
     if is_balanced:
         return (
             f"{name} gave each its own, or cost= said something else of an item on each, and each rank keeps its shard "

@@ -49,7 +49,7 @@ class _Base(NamedTuple):
     """The state from which a generator's epochs follow.
 
     Attributes:
-        epoch: The epoch that draws from exactly this state. Others draw from one that is made of it and their number.
+        epoch: The epoch that draws from exactly this state. Another epoch's state is made of this state and its number.
         state: The state, as ``generator_state`` returns it.
     """
 
@@ -69,22 +69,24 @@ class _Generators:
         name: What errors call them.
 
     Attributes:
-        given: How many generators there were at the patch.
+        given: How many generators the samplers held at the patch.
         bases: The base of each generator, in the order in which they were found.
-        draws: How many draws are entered: meanwhile the generators have an epoch's states, and not the user's.
+        draws: How many draws are entered now. Meanwhile the generators have an epoch's states, and not the user's.
     """
 
     def __init__(self, holders: Sequence[Any], name: str) -> None:
         self._holders, self._name = holders, name
         self.bases: dict[RandomGenerator, _Base] = {}
         self.draws: int = 0
-        self._seeds: dict[RandomGenerator, int] = {}  # which torch's generators were seeded with
-        self._to_come: list[_Base] = []  # of generators that a state knows, and that were not made here yet
+        self._seeds: dict[RandomGenerator, int] = {}  # the seeds of torch's generators
+        self._to_come: list[
+            _Base
+        ] = []  # bases of generators that a state knows, and that this process has not made yet
         self.find(0)
         self.given: int = len(self.bases)
 
     def find(self, epoch: int) -> None:
-        """Look for generators that samplers were given or made since, or that were seeded anew: they begin here."""
+        """Find generators that are new or were seeded anew since: the epoch draws from their states as they are."""
         if self.draws:
             return
         with one_at_a_time(self._name):
@@ -102,7 +104,7 @@ class _Generators:
             self._seeds = seeds
 
     def restore(self, epoch: int, bases: Sequence[Any]) -> None:
-        """Let epochs follow from the bases of a state; those of generators that are made later wait for them."""
+        """Let epochs follow from the bases of a state. Bases are kept for generators that are made later."""
         self.find(epoch)
         known = [*map(_Base._make, bases)]
         self.bases |= zip(self.bases, known, strict=False)
@@ -112,20 +114,20 @@ class _Generators:
 # ---- counters ----
 
 
-# An attribute of one of some samplers: which, and its name.
+# An attribute of a sampler: the sampler's place among the loader's samplers, and the attribute's name.
 _Name = tuple[int, str]
 
 
 class _Seen:
-    """The plain attributes of one sampler, whichever loader draws from it.
+    """The plain attributes of one sampler, which several loaders may draw from.
 
     Attributes:
-        values: As the latest draw of any patched loader left them.
-        changes: For those that changed at another time: how often, and to which value at last.
-        counters: The names of those that draws have changed.
+        values: The attributes as the latest draw of any patched loader left them.
+        changes: How often an attribute changed outside of draws, and its last such value, by name.
+        counters: The names of the attributes that draws have changed.
     """
 
-    # By id, because samplers may be neither hashable nor comparable; until they are gone.
+    # By id, because a sampler may be neither hashable nor comparable. An entry goes with its sampler.
     _of: dict[int, tuple[object, "_Seen"]] = {}  # noqa: RUF012 - all of this process
 
     def __init__(self) -> None:
@@ -135,7 +137,7 @@ class _Seen:
 
     @classmethod
     def of(cls, holder: object, *, looks: bool = True) -> "_Seen":
-        """Return what was seen of a sampler, after another look: what has changed by now, no draw has changed."""
+        """Return what was seen of a sampler, and note the attributes that have changed since: no draw has changed them."""
         key, of = id(holder), cls._of
         if key not in of:
             kept: object = holder
@@ -155,19 +157,19 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Counters:
-    """What samplers count in their plain attributes: those that draws change, as one loader's draws left them.
+    """What samplers count: the plain attributes that draws change, as one loader's draws left them.
 
-    A sampler with ``set_epoch`` or ``state_dict`` counts by that. An attribute that somebody else changes keeps that
-    value: the user's, or what the sampler has learned.
+    A sampler with ``set_epoch`` or ``state_dict`` counts by these. An attribute that changes outside of draws keeps the
+    new value: the user has set it, or the sampler has learned it.
 
     Args:
         holders: The samplers.
 
     Attributes:
-        values: The counters.
-        are_as_drawn: Whether nobody else has changed an attribute of the samplers.
-        beginnings: The counters where an epoch begins, if all epochs before were drawn to their ends.
-        counts_nothing: Whether an epoch was drawn that changed no attribute: then none need be drawn to reach another.
+        values: The counters now.
+        are_as_drawn: Whether no attribute of the samplers has changed outside of draws.
+        beginnings: The counters at the beginning of an epoch, for each epoch whose beginning is known.
+        counts_nothing: Whether a draw of a whole epoch changed no attribute. Then any epoch can be drawn at once.
     """
 
     def __init__(self, holders: Sequence[Any]) -> None:
@@ -194,7 +196,7 @@ class _Counters:
         return {} if hasattr(holder, "set_epoch") else plain_attributes(holder)
 
     def note_changes(self) -> None:
-        """Note the attributes that somebody has changed since the latest draw."""
+        """Note the attributes that have changed since the latest draw."""
         for place, holder in enumerate(self._holders):
             seen = _Seen.of(holder)
             for name, (times, value) in seen.changes.items():
@@ -207,13 +209,13 @@ class _Counters:
             self._note_counters(place, seen)
 
     def begin_draw(self) -> list[dict[str, Any]]:
-        """Let the samplers count on from where this loader's draws left them; return what ``end_draw`` takes."""
+        """Set the counters to where this loader's draws left them; return the attributes now, for ``end_draw``."""
         self.note_changes()
         self.put_back()
         return [*map(self._counting, range(len(self._holders)))]
 
     def put_back(self) -> None:
-        """Put the counters back to where this loader's draws left them, if other loaders' have moved them."""
+        """Set the counters to where this loader's draws left them: other loaders' draws may have moved them."""
         for (place, name), value in self.values.items():
             vars(self._holders[place])[name] = value
             _Seen.of(self._holders[place], looks=False).values[name] = value
@@ -229,7 +231,7 @@ class _Counters:
             seen.values.update(plain_attributes(self._holders[place]))
 
     def _note_counters(self, place: int, seen: _Seen) -> None:
-        """Note which attributes are counters: until now, every epoch has begun with the value that they had first."""
+        """Note which attributes are counters. Until now, every epoch has begun with an attribute's first value."""
         for name in seen.counters & self._unmoved[place].keys():
             first = self._unmoved[place].pop(name)
             self.values[place, name] = first
@@ -237,7 +239,7 @@ class _Counters:
                 beginning.setdefault((place, name), first if epoch else self._at_first[place].get(name, first))
 
     def end_epoch(self, epoch: int) -> None:
-        """Record that an epoch was drawn to its end: the next one begins with the counters of now."""
+        """Record that an epoch was drawn to its end: the next epoch begins with the present counters."""
         self.beginnings[epoch + 1], self.counts_nothing = dict(self.values), not self.values
         if len(self.beginnings) > _MOST_BEGINNINGS:
             del self.beginnings[min(known for known in self.beginnings if known)]
@@ -261,13 +263,13 @@ class _Counters:
 
 
 class SamplerStates:
-    """The samplers of a loader: what the order of each of its epochs follows from, besides the seed.
+    """The samplers of a loader, whose generators, counters and states an epoch's order follows from.
 
-    A generator that they hold draws each epoch from a state of its own, made of the generator's base and the epoch. The
-    base is the state at the patch; for a generator that came later, or that the user seeds anew, the state then.
+    A generator of a sampler draws each epoch from a state that is made of the generator's base and the epoch. The base
+    is the generator's state at the patch, or when the generator came later or was seeded anew.
 
     A sampler with neither ``set_epoch`` nor ``state_dict`` may count its epochs in plain attributes. What a draw
-    changes in these is kept for the loader's next pass, whatever other loaders draw from the same sampler meanwhile.
+    changes in its attributes is kept for the loader's next pass, whatever other loaders draw from the sampler meanwhile.
 
     Args:
         holders: The samplers. The attributes that they have now count as unchanged.
@@ -287,16 +289,16 @@ class SamplerStates:
 
     @property
     def given_generators(self) -> int:
-        """How many random generators they held at the patch."""
+        """How many random generators the samplers held at the patch."""
         return self._generators.given
 
     @property
     def has_generators(self) -> bool:
-        """Whether they hold random generators."""
+        """Whether the samplers hold random generators."""
         return bool(self._generators.bases)
 
     def holds(self, generator: object) -> bool:
-        """Return whether this is one of their generators."""
+        """Return whether an object is one of the samplers' generators."""
         return any(known is generator for known in self._generators.bases)
 
     # ---- passes ----
@@ -308,12 +310,12 @@ class SamplerStates:
 
         Args:
             epoch: The epoch.
-            is_chosen: Whether the user chose it. Else the samplers count on from where the latest pass left them.
-            is_next: Whether it follows the latest one.
+            is_chosen: Whether the user chose the epoch. Else the samplers count on from where the latest pass left them.
+            is_next: Whether the epoch follows the latest one.
             begin_iterating: Begins the samplers, to find what they count.
 
         Raises:
-            StateError: Nobody knows what the samplers have counted by the beginning of that epoch.
+            StateError: What the samplers have counted by the epoch's beginning cannot be found.
         """
         counters = self._counters
         counters.note_changes()
@@ -324,7 +326,7 @@ class SamplerStates:
         counters.values |= counters.beginnings.get(epoch, {})
 
     def _draw_up_to(self, epoch: int, begin_iterating: Callable[[], Iterator[Any]]) -> None:
-        """Draw the epochs before one to their ends, without reading data: the samplers may count by that."""
+        """Draw the epochs before an epoch to their ends, without reading data: the samplers may count by them."""
         counters, left = self._counters, _MOST_DRAWN_AGAIN
         latest = max((known for known in counters.beginnings if known < epoch), default=None)
         if latest is not None and (counters.are_as_drawn or not counters.values):
@@ -351,7 +353,7 @@ class SamplerStates:
         )
 
     def end(self, epoch: int) -> None:
-        """Record that all of an epoch was drawn."""
+        """Record that an epoch was drawn to its end."""
         self._counters.end_epoch(epoch)
 
     def draw(
@@ -363,13 +365,13 @@ class SamplerStates:
         is_watched: bool = False,
         on_exit: Callable[[], object] = lambda: None,
     ) -> "EpochDraw":
-        """Return what to enter while an epoch is drawn.
+        """Return a context to enter while an epoch is drawn.
 
         Args:
             epoch: The epoch.
-            has_global: Whether its samplers may draw from the global generators.
-            first_from: The loader's generator, if the loader draws a seed for its workers from it before they do.
-            is_watched: Whether somebody asks if the samplers adapt.
+            has_global: Whether the samplers may draw from the global generators.
+            first_from: The loader's generator, if the loader draws its workers' seed from it before the samplers draw.
+            is_watched: Whether ``adapts`` will be asked.
             on_exit: Called whenever the samplers have drawn.
         """
         self._generators.find(epoch)
@@ -383,7 +385,7 @@ class SamplerStates:
     # ---- states ----
 
     def snapshot(self, epoch: int) -> States:
-        """Return what an epoch that begins now follows from."""
+        """Return the states from which an epoch follows that begins now."""
         self._generators.find(epoch)
         self._counters.note_changes()
         self._counters.put_back()
@@ -400,7 +402,7 @@ class SamplerStates:
             return States(bases, (), changed, unknown=why)
 
     def restore(self, epoch: int, snapshot: States) -> None:
-        """Let an epoch begin with a snapshot."""
+        """Let an epoch begin with the states of a snapshot."""
         self.load(snapshot)
         changed = snapshot.attributes or [{} for _ in self.holders]
         attributes = [{**first, **then} for first, then in zip(self._at_first, changed, strict=True)]
@@ -408,7 +410,7 @@ class SamplerStates:
         self._generators.restore(epoch, snapshot.generators)
 
     def load(self, snapshot: States) -> None:
-        """Give those samplers that have states their own of a snapshot."""
+        """Load the states of a snapshot into the samplers that have a ``load_state_dict``."""
         for holder, state in zip(self._stateful(), snapshot.samplers, strict=True):
             try:
                 holder.load_state_dict(copy.deepcopy(state))
@@ -426,18 +428,18 @@ class SamplerStates:
 
 
 class EpochDraw(AbstractContextManager[None]):
-    """One draw of an epoch: while entered, samplers draw from the epoch's states, and count for one loader.
+    """A context in which samplers draw an epoch: from the epoch's random states, and with one loader's counters.
 
     Args:
         holders: The samplers.
-        generators: Their generators.
-        counters: What they count.
+        generators: The samplers' generators.
+        counters: The samplers' counters.
         rng: The epoch's random states.
-        is_watched: Whether somebody asks if the samplers adapt.
-        on_exit: Called whenever it is left.
+        is_watched: Whether ``adapts`` will be asked.
+        on_exit: Called whenever the context is left.
 
     Attributes:
-        has_adapted: Whether somebody was seen to change the samplers while this was left.
+        has_adapted: Whether the samplers have changed while no draw was entered.
     """
 
     def __init__(
@@ -451,7 +453,7 @@ class EpochDraw(AbstractContextManager[None]):
     ) -> None:
         self._holders, self._generators, self._counters = holders, generators, counters
         self._rng, self._is_watched, self._on_exit = rng, is_watched, on_exit
-        self._left: Any = None  # what the samplers stored when this was left
+        self._left: Any = None  # the samplers' attributes when the draw was left
         self.has_adapted: bool = False
 
     def __enter__(self) -> None:
@@ -468,7 +470,7 @@ class EpochDraw(AbstractContextManager[None]):
         self._rng.__exit__(*exc)
 
     def adapts(self) -> bool:
-        """Return whether somebody has changed the samplers since this was left, or before, as if they learn."""
+        """Return whether the samplers have changed outside of draws, as samplers do that learn."""
         self.has_adapted = self.has_adapted or (self._left is not None and self._left != _looked_at(self._holders))
         return self.has_adapted
 

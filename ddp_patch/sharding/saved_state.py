@@ -35,12 +35,12 @@ RECOGNISED_BY: Final = 8
 
 
 class StreamStart(NamedTuple):
-    """Of which items a stream's first ones are, to recognise the stream after a restart.
+    """How a stream begins, to recognise the stream after a restart.
 
     Attributes:
-        seen: How many there are.
-        value: The digest of their names; None if one has none.
-        whole: A hash of all that is in them; None if they are all alike.
+        seen: How many of its first items are described.
+        value: The digest of the items' names; None if an item has no name.
+        whole: A hash of the items' contents; None if all items are alike.
     """
 
     seen: int
@@ -52,23 +52,24 @@ class StreamStart(NamedTuple):
 
         Args:
             other: How the other stream begins.
-            is_drawn: Whether that one may have been read already. Then only exactly the same items will do.
+            is_drawn: Whether the other stream may have been read already. Then only exactly the same items will do.
         """
         return self.whole == other.whole is not None if is_drawn else self.value in {None, other.value}
 
 
-# More epochs, items or workers than this nobody counts, and memory that workers share could not hold.
+# The largest count of epochs, items or workers; memory that workers share holds no larger one.
 _MOST = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSnapshot:
-    """What identifies an iterable dataset's stream, or one worker's part of it, besides how much was taken.
+    """What identifies an iterable dataset's stream, or one worker's part of the stream.
 
     Attributes:
-        first: What its first items are; None if nobody looked.
-        state: The dataset's own state, as the only element; empty if it has no state with a position.
-        initial_state: That state when the stream began, likewise, if nobody had read the dataset before, or to its end.
+        first: How the stream begins; None if its first items were not described.
+        state: The dataset's own state, as the only element; empty if the dataset has no state with a position.
+        initial_state: The dataset's own state when the stream began, as the only element; empty if the dataset was
+            begun before, and not read to its end.
     """
 
     first: StreamStart | None = None
@@ -76,12 +77,12 @@ class StreamSnapshot:
     initial_state: Sequence[Any] = ()
 
     def plain(self) -> list[Any]:
-        """Return it as plain values."""
+        """Return the snapshot as plain values."""
         return [None if self.first is None else list(self.first), list(self.state), list(self.initial_state)]
 
     @classmethod
     def of(cls, plain: Any) -> "StreamSnapshot":
-        """Return what ``plain`` made plain values of; raise TypeError or ValueError if it did not."""
+        """Return the snapshot that ``plain`` made plain values of; raise TypeError or ValueError for other values."""
         first, state, initial_state = map(_sequence, [[] if part is None else part for part in _sequence(plain)])
         if len(state) > 1 or len(initial_state) > 1:
             raise ValueError
@@ -93,15 +94,15 @@ class StreamSnapshot:
 
 
 class NotedBatch(NamedTuple):
-    """A batch on its way out of a worker, with what the worker notes of it: that counts when the batch is delivered.
+    """A batch on its way out of a worker, with the worker's note. The note counts when the batch is delivered.
 
-    torch pins all fields as those of any named tuple.
+    torch pins the memory of all fields, as of any named tuple.
 
     Attributes:
-        worker_index: Which worker it is.
-        batches: How many batches its stream had with this one.
+        worker_index: The worker's index.
+        batches: How many batches the worker has made of its stream, with this one.
         state: The dataset's own state, as text.
-        batch: The batch; None in what is kept of it.
+        batch: The batch; None in a note that is kept.
     """
 
     worker_index: int
@@ -112,15 +113,15 @@ class NotedBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What an epoch's order follows from, besides (seed, epoch).
+    """The states from which an epoch's order follows, besides the seed and the epoch.
 
     Attributes:
-        generators: Of each of the samplers' random generators, an epoch and the state that it draws from, from which
-            the states of the others follow; of an iterable dataset's generators, epoch 0 and their states.
-        samplers: The ``state_dict()`` of those samplers that have one.
-        attributes: Plain attributes of all others that have changed since they were wrapped: counters.
-        streams: What identifies an iterable dataset's stream, or each of its parts.
-        unknown: Why they are not known, if they are not. Then there is no state to save.
+        generators: For each random generator of the samplers, an epoch and the state from which this epoch draws; the
+            states of all other epochs follow from both. For an iterable dataset's generators: epoch 0 and the state.
+        samplers: The ``state_dict()`` of each sampler that has one.
+        attributes: The plain attributes of the other samplers that have changed since the patch, such as counters.
+        streams: The snapshot of an iterable dataset's stream, or of each part of the stream.
+        unknown: Why the states are not known; empty if they are. Unknown states cannot be saved.
     """
 
     generators: Sequence[Any] = ()
@@ -132,20 +133,21 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position in the epochs: where a pass begins, or how far it is.
+    """A position in the epochs: where a pass begins, or how far a pass has come.
 
     A sampler, or a stream that is not read in parts, is one part.
 
     Attributes:
-        epoch: Which epoch it is over.
-        taken: How many items of each part of that epoch all ranks have taken; empty if its pass has not begun, or if
-            nothing is left of any.
-        turn: Which part gives the next batch; None if nothing is left of any, so that the next pass is empty.
+        epoch: The epoch.
+        taken: How many items of each part all ranks have taken; empty if the pass has not begun, or if no part has an
+            item left.
+        turn: Which part gives the next batch; None if no part has an item left, so that the next pass is empty.
         steps: How many steps the epoch has had.
-        ranks: How many ranks began it, which balanced and contiguous orders follow from; 0 if nothing was taken.
-        order: The digest of the epoch's order, up to the position: after how many items, and the digest; or empty.
-        states: What the samplers held before the epoch, or after it if nothing is left.
-        seed: The seed of the epochs' order, in a position that was read; else None.
+        ranks: How many ranks began the epoch; balanced and contiguous orders follow from this number. 0 if nothing was
+            taken.
+        order: A digest of the epoch's order: of how many items, and the digest; or empty.
+        states: The states of the samplers before the epoch; after the epoch if nothing is left.
+        seed: The seed of the epochs' order, in a position that was read from a state; else None.
     """
 
     epoch: int
@@ -159,7 +161,7 @@ class Position:
 
     @property
     def taken_of_all(self) -> int:
-        """How many items were taken of all parts together; more than there can be if nothing is left."""
+        """How many items were taken of all parts together; more than any epoch has if nothing is left."""
         return _MOST if self.is_ended else sum(self.taken)
 
     @property
@@ -169,7 +171,7 @@ class Position:
 
     @property
     def is_within_pass(self) -> bool:
-        """Whether it is within a pass or at its end, not where one begins."""
+        """Whether the position is within a pass or at the pass's end, and not at its beginning."""
         return bool(self.taken) or self.is_ended
 
     @property
@@ -178,7 +180,7 @@ class Position:
         return not self.is_ended and not any(self.taken)
 
     def or_next_epoch(self) -> "Position":
-        """Return where the next epoch begins, if this one has ended; otherwise this position."""
+        """Return the beginning of the next epoch, if nothing is left of this epoch; otherwise this position."""
         return replace(self, epoch=self.epoch + 1, turn=0, steps=0, ranks=0) if self.is_ended else self
 
 
@@ -227,7 +229,7 @@ def _text_of_mapping(value: Any) -> Mapping[str, Any]:
     return _mapping(from_text(value))
 
 
-# How the fields of a state are read; TypeError or ValueError says that one has no such value.
+# The functions that read a state's fields; TypeError or ValueError says that a field has another value.
 _STATES: Mapping[str, Callable[[Any], Any]] = {
     "generators": _bases,
     "samplers": _sequence,
@@ -259,23 +261,24 @@ def _read(plain: Mapping[str, Any], fields: Mapping[str, Callable[[Any], Any]]) 
     return found
 
 
-# Versions 1 and 3 had other fields; of version 2, formats that look into dicts lost some.
+# Versions 1 and 3 had other fields. Formats that flatten dicts lost fields of version 2.
 _VERSION = 4
 
-# Why there is no state; empty in a state.
+# The field that says why there is no state; empty in a state.
 _CANNOT_RESUME = "cannot_resume"
 
 
 def no_state(why: str) -> dict[str, Any]:
-    """Return a placeholder for a state that is not known: the checkpoint can be saved, but not restored.
+    """Return a placeholder for a state that is not known: a checkpoint with it can be saved, but not restored.
 
-    It has all fields, because ``torch.distributed.checkpoint`` loads those alone that the loader's state has now.
+    The placeholder has all fields of a state, because ``torch.distributed.checkpoint`` loads no other fields than those
+    that the loader's state has now.
     """
     return _fields("{}", Position(0), 0, "{}", why)
 
 
 def _fields(loader: str, position: Position, seed: int, states: str, why: str = "") -> dict[str, Any]:
-    """Return a state: numbers, texts, and lists of numbers, which every format gives back as they are."""
+    """Return a state: numbers, texts, and lists of numbers, which every format saves and loads unchanged."""
     return {
         "version": _VERSION,
         "loader": loader,
@@ -292,22 +295,22 @@ def _fields(loader: str, position: Position, seed: int, states: str, why: str = 
 
 
 def epoch_after(state: Mapping[str, Any]) -> int:
-    """Return the epoch of the first batch after a state: the next one, if nothing is left of the state's own."""
+    """Return the epoch of the first batch after a state: the next epoch, if nothing is left of the state's own."""
     return int(state["epoch"]) + (state["turn"] is None)
 
 
 def begin_next_epoch(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the next epoch's beginning, if nothing is left of a state's own; else that state."""
+    """Return the state of the next epoch's beginning, if nothing is left of the state's own epoch; else the state."""
     is_ended = state["turn"] is None
     return {**state, "epoch": epoch_after(state), "turn": 0, "steps": 0, "ranks": 0} if is_ended else state
 
 
 def _require_one_for_each(position: Position, holders: Sequence[Any], given: int) -> None:
-    """Raise StateError unless there is a state for each part, generator and sampler; try each generator's on it."""
+    """Raise StateError unless there is a state for each part, generator and sampler; load each generator's on trial."""
     states, parts = position.states, max(1, len(position.taken))
     if position.turn is not None and position.turn >= parts:
         raise _damaged(f"its field turn is {position.turn}, and it has {parts} parts, counted from 0")
-    # Where an epoch begins, or the next one does, nobody knows yet whether it has parts.
+    # At an epoch's beginning or end, it is not known yet whether the next pass has parts.
     is_between = position.is_at_epoch_start or position.is_ended
     if len(states.streams) not in {0, parts} and not (parts == 1 and is_between):
         raise _damaged(f"its field streams has {len(states.streams)} elements, not one for each part")
@@ -331,7 +334,7 @@ def _require_number(name: str, states: Sequence[Any], here: int) -> None:
 
 
 def _require_same(said: Mapping[str, Any], said_seed: int, facts: Mapping[str, object], seed: Seed) -> None:
-    """Raise StateError unless a state's facts are those of this loader. A seed nobody chose differs at each start."""
+    """Raise StateError unless a state's facts are those of this loader. A seed that nobody chose may differ."""
     said, facts = {**said, "seed": said_seed}, {**facts, "seed": seed.value if seed.is_chosen else said_seed}
     rows = {
         name: f"{_told(said.get(name, 'nothing'))} in the state; {facts.get(name, 'nothing')} here"
@@ -343,12 +346,12 @@ def _require_same(said: Mapping[str, Any], said_seed: int, facts: Mapping[str, o
         raise _other(rows, remedy)
 
 
-# So many lines say how two loaders differ: a damaged state may have any number of fields.
+# How many lines of an error say how two loaders differ: a damaged state may have any number of fields.
 _MOST_ROWS = 3
 
 
 def _is_same(said: Any, here: object) -> bool:
-    """Return whether a value of a state, which may be anything, is this plain one."""
+    """Return whether a value of a state, which may be any object, equals a plain value."""
     try:
         return bool(said == here)
     except Exception:  # noqa: BLE001 - what arrays and deep nests raise, or somebody's __eq__
@@ -386,18 +389,19 @@ def state_now(passes: "Passes[Any]") -> dict[str, Any]:
 def state_after(
     passes: "Passes[Any]", batches: int, batching: Batching, *, on_this_rank: bool = False
 ) -> dict[str, Any]:
-    """Return the state after some batches of the latest pass; after its last one, draw what the samplers draw then.
+    """Return the state after some batches of the latest pass; after its last batch, let the samplers draw to their end.
 
-    A loader with one iterator for all epochs has no pass without batches, so after the last one it begins the next.
+    A loader with one iterator for all epochs has no pass without batches: its state after the last batch is the next
+    epoch's.
 
     Args:
         passes: The passes over the loader.
-        batches: How many.
-        batching: How the loader makes them.
-        on_this_rank: Say that the pass is over if this rank knows it, though others may not know it yet.
+        batches: How many batches.
+        batching: How the loader makes batches.
+        on_this_rank: Whether the pass counts as over if this rank knows that, though other ranks may not know it yet.
 
     Raises:
-        InvalidOptionError: The pass has not yielded that many.
+        InvalidOptionError: The pass has not yielded so many batches.
         StateError: The order depends on something that no state holds.
     """
     current = passes.epochs.running

@@ -38,7 +38,7 @@ def as_text(value: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """Return the value of which ``as_text`` made a text; raise TypeError or ValueError if it did not."""
+    """Return the value that a text of ``as_text`` describes; raise TypeError or ValueError for other texts."""
     return _read(json.loads(text))
 
 
