@@ -88,7 +88,7 @@ class SamplerPasses(Passes[T]):
         self._counted_at: tuple[object, ...] | None = None  # when counting was seen to draw nothing
         # The loader's generator, if samplers draw from it, too.
         self._shared_generator = loader.generator if states.holds(loader.generator) else None
-        # The epochs of nested samplers, as they were last set here. A user may set others, past the sampler around them.
+        # The epochs of nested samplers, as they were last set here. A user may set others, past the outer sampler.
         self._epochs_told = epochs_in(self.sampler)
         self._following = 0  # the epoch after the latest pass
 
@@ -97,9 +97,9 @@ class SamplerPasses(Passes[T]):
     def stream_length(self, epoch: int) -> int:
         """Return the sampler's length; raise its own TypeError if it has none.
 
-        Some samplers or datasets draw random numbers to find their length, so the random states are put back. Where that
-        drew nothing, the states are not guarded again before a pass begins or ends, or an epoch is chosen: scripts ask
-        for lengths in every step.
+        Some samplers or datasets draw random numbers to find their length, so the random states are put back. Where
+        nothing was drawn, the states are not guarded again before a pass begins or ends, or an epoch is chosen: scripts
+        ask for lengths in every step.
         """
         epochs = self.epochs
         now = (epoch, epochs.counter.passes, None if epochs.latest is None else epochs.latest.items.drawn)
@@ -153,7 +153,7 @@ class SamplerPasses(Passes[T]):
         self._epochs_told = epochs_in(self.sampler)
 
     def runs(self) -> Iterator[Iterator[T]]:
-        """Begin a pass over the upcoming epoch when its first item is asked for, and yield this rank's items in runs."""
+        """Begin a pass over the upcoming epoch when the first item is asked for; yield this rank's items in runs."""
         require_no_failure(self)
         for now, told in zip(epochs_in(self.sampler), self._epochs_told, strict=False):
             if now != told:  # by the user
