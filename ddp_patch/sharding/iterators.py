@@ -262,7 +262,7 @@ class RepeatedPasses(Iterator[Any]):
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
         vars(plain).update(self._attributes)
         plain.collate_fn = by_value(self._passes.noting(plain.collate_fn))
-        # The given loader drew its workers' seed once. Here each pass would draw one, and samplers may share the generator.
+        # The given loader drew its workers' seed once. Here each pass would, from a generator that samplers may share.
         plain.generator = torch.Generator()
         return plain
 

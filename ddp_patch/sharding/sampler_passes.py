@@ -165,7 +165,7 @@ class SamplerPasses(Passes[T]):
 
     @contextmanager
     def iterator_context(self, loader: DataLoader[Any]) -> Iterator[None]:
-        """While entered, the loader makes an iterator. Its workers copy the samplers' generators as the epoch has them."""
+        """While entered, the loader makes an iterator, whose workers copy the generators in the epoch's states."""
         states = self.sampler_states
         if not loader.num_workers or not states.has_generators:
             with super().iterator_context(loader):
@@ -178,7 +178,7 @@ class SamplerPasses(Passes[T]):
             yield
 
     def _begin_pass(self) -> Pass[T]:
-        """Make a pass over the upcoming epoch the latest one, and return it; an ended pass if nothing is left of the epoch."""
+        """Begin a pass over the upcoming epoch, and return it; an ended pass if nothing is left of the epoch."""
         number, start, states = self.epochs.upcoming, self.epochs.position, self.sampler_states
         if start is None or not start.is_within_pass:
             states.begin(
@@ -211,7 +211,7 @@ class SamplerPasses(Passes[T]):
         return current
 
     def _finish_latest(self) -> None:
-        """Draw a pass to its end if the loop was given all of its batches: a loop that takes ``len()`` batches asks for no end.
+        """Draw the latest pass to its end if its loop was given all batches: it asks for no end after ``len()`` batches.
 
         Batches that workers fetched ahead do not count: ranks may have fetched more or fewer.
         """

@@ -137,7 +137,7 @@ class _Seen:
 
     @classmethod
     def of(cls, holder: object, *, looks: bool = True) -> "_Seen":
-        """Return what was seen of a sampler, and note the attributes that have changed since: no draw has changed them."""
+        """Return what was seen of a sampler, and note the attributes that have changed since outside of draws."""
         key, of = id(holder), cls._of
         if key not in of:
             kept: object = holder
@@ -269,7 +269,7 @@ class SamplerStates:
     is the generator's state at the patch, or when the generator came later or was seeded anew.
 
     A sampler with neither ``set_epoch`` nor ``state_dict`` may count its epochs in plain attributes. What a draw
-    changes in its attributes is kept for the loader's next pass, whatever other loaders draw from the sampler meanwhile.
+    changes in its attributes is kept for the loader's next pass, whatever other loaders draw meanwhile.
 
     Args:
         holders: The samplers. The attributes that they have now count as unchanged.
@@ -310,7 +310,7 @@ class SamplerStates:
 
         Args:
             epoch: The epoch.
-            is_chosen: Whether the user chose the epoch. Else the samplers count on from where the latest pass left them.
+            is_chosen: Whether the user chose the epoch. Else the samplers count on from where the latest pass ended.
             is_next: Whether the epoch follows the latest one.
             begin_iterating: Begins the samplers, to find what they count.
 

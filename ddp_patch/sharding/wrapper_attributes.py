@@ -14,7 +14,7 @@ class AttributeProxy:
     A subclass of the user's may set attributes of its own at any time: it is never sealed.
     """
 
-    # The attribute by which users know the wrapped object, the attribute that keeps it, and names that are not handed on.
+    # By which attribute users know the wrapped object, which attribute keeps it, and names that are not handed on.
     _inner: ClassVar[str]
     _kept_as: ClassVar[str]
     _hidden: ClassVar[frozenset[str]] = frozenset()
