@@ -211,7 +211,7 @@ class SamplerPasses(Passes[T]):
         return current
 
     def _finish_latest(self) -> None:
-        """Draw the latest pass to its end if its loop was given all batches: it asks for no end after ``len()`` batches.
+        """Draw the latest pass to its end if its loop was given all batches: a loop over ``len()`` asks for no end.
 
         Batches that workers fetched ahead do not count: ranks may have fetched more or fewer.
         """
