@@ -105,6 +105,10 @@ class Delivery:
         if self._begun is not None and self._monitor.parts is not None:
             self._monitor.parts.note_batch(batch, self._begun.sketch)
 
+    def interleave(self) -> None:
+        """Record that an iterator of an earlier pass gave a batch."""
+        self.is_interleaved = True
+
     def lose_count(self) -> None:
         """Record that the loop is given batches after an error: it is not known which batches."""
         self.state, self.batches = State.RUNNING, None

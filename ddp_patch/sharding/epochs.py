@@ -81,6 +81,10 @@ class Epochs(Generic[T]):
         self.latest, self.was_chosen = None, True
         self.counter.current = self.counter.upcoming = epoch
 
+    def cut_off(self) -> None:
+        """Forget the latest pass: a position is restored."""
+        self.latest = None
+
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass, over the epoch that was chosen, resume at a position."""
         self.position, self.counts_rest = position, counts_rest

@@ -14,7 +14,7 @@ from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.pass_facts import Marks
 from ddp_patch.sharding.saved_state import NotedBatch, Position
 
-__all__ = ["Indexed", "ItemSource", "Nothing", "Streamed"]
+__all__ = ["Foreign", "Indexed", "ItemSource", "Nothing", "Streamed"]
 
 
 T = TypeVar("T")
@@ -119,6 +119,20 @@ class Nothing(ItemSource[T]):
 
     def __init__(self) -> None:
         self.sizes = Sizes()  # the sizes of no items are known
+
+
+class Foreign(ItemSource[T]):
+    """The source of a loader that something else has sharded: its items are not known here.
+
+    Args:
+        is_open_ended, has_own_length: As in ``ItemSource``.
+    """
+
+    is_open_ended: bool
+    has_own_length: bool
+
+    def __init__(self, *, is_open_ended: bool, has_own_length: bool) -> None:
+        self.is_open_ended, self.has_own_length = is_open_ended, has_own_length
 
 
 class Indexed(ItemSource[T]):

@@ -22,7 +22,7 @@ from ddp_patch.loaders.overlap import NotedIndices
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.delivery import Delivery, Items
-from ddp_patch.sharding.item_sources import ItemSource
+from ddp_patch.sharding.item_sources import Foreign, ItemSource
 from ddp_patch.sharding.loader_passes import Passes
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.pickled_batches import by_value
@@ -96,7 +96,7 @@ class CountedIterator(AroundIterator):
         if (latest := self._passes.epochs.latest) is None:
             self._passes.epochs.go_on(current)
         elif latest is not current:
-            latest.delivery.is_interleaved = True
+            latest.delivery.interleave()
         return batch
 
     def stop(self, reason: BaseException) -> None:
@@ -163,8 +163,9 @@ class WatchedIterator(AroundIterator):
     def __init__(
         self, wrapped: Any, monitor: PassMonitor, noted: NotedIndices | None = None, *, is_open_ended: bool
     ) -> None:
-        self._monitor, self._noted, self._source = monitor, noted, ItemSource[Any]()
-        self._source.is_open_ended, self._source.has_own_length = is_open_ended, monitor.rules.lengths == "any"
+        self._monitor, self._noted = monitor, noted
+        has_own_length = monitor.rules.lengths == "any"
+        self._source: ItemSource[Any] = Foreign(is_open_ended=is_open_ended, has_own_length=has_own_length)
         super().__init__(wrapped)
 
     def begin(self) -> None:

@@ -218,7 +218,7 @@ class Passes(Generic[T]):
         self.sampler_states.restore(position.epoch + position.is_ended, position.states)
         if position.seed is not None:
             self.agreed.seed.value = position.seed
-        self.epochs.latest = None
+        self.epochs.cut_off()
         self.monitor.numbers.cut_off()
         self.choose(position.epoch)  # also on samplers whose own state has the epoch before
         self.epochs.resume_at(position, counts_rest=counts_rest)
