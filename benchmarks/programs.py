@@ -783,11 +783,11 @@ def told_of(found: dict[str, Found], seed: int) -> str:
     faulty, honest = (counts[kind]["all programs", "complete"] for kind in ("faulty", "honest"))
     told, later = (counts["faulty"]["all programs", came] for came in Found.CAME[1:3])
     return (
-        f"Seed {seed}, 2 and 3 ranks. {faulty + told + later:,} faulty programs: {faulty:,} lost nothing, {told:,} "
-        f"raised an error within the epoch (or warned, of unequal parts on purpose), {later:,} in the next, where a "
-        "rank left its loop alone (until then, it may just have looked at a batch), or later, where ranks never met or "
-        "few samples were the same. None lost samples in silence; what goes unnoticed is not among them. "
-        f"{honest:,} honest programs: none raised or warned, but where they iterated the loader that was patched."
+        f"Seed {seed}, 2 and 3 ranks. Of {faulty + told + later:,} faulty programs, {faulty:,} lost nothing, {told:,} "
+        f"raised an error within the epoch (or warned, of unequal parts on purpose), and {later:,} later: a rank had "
+        "left its loop alone, ranks never met, or few samples were the same. None lost samples in silence, but for "
+        f"what goes unnoticed. {honest:,} honest programs: none raised or warned, but where they iterated the loader "
+        "that was patched."
     )
 
 
