@@ -1,7 +1,7 @@
 """Kill replicas of torchft by SIGKILL, and count in which committed steps each sample came; writes a table.
 
 Run it with ``nox -s torchft``; ``-- --schedules 1`` is short. Each schedule kills a replica in an epoch, lets two go on
-until it has come back, and kills another in the middle of a step, and another at any moment. ``docs/resume.md`` holds
+until it has come back, and kills another in the middle of a step, and another at any moment. ``docs/torchft.md`` holds
 its table. It fails where a sample of an epoch did not come exactly once in the committed steps, or where the trained
 parameters are not those of one process, although each batch is that of one process.
 """
@@ -41,7 +41,7 @@ REPLICAS, LIMIT_S = 3, 180
 DIVIDED = {"share": "within_batches"}
 KINDS = [*product(["map-style", "stream"], [0, 2], [{}]), ("map-style", 0, DIVIDED), ("stream", 2, DIVIDED)]
 TORCHFTS = "torchft's sampler"
-PAGE = Path(__file__).parents[1] / "docs" / "resume.md"
+PAGE = Path(__file__).parents[1] / "docs" / "torchft.md"
 OURS, SHARED = "each replica its own", "one process's, divided"
 processes = multiprocessing.get_context("forkserver")
 

@@ -2,7 +2,7 @@
 
 Run it with ``nox -s restarts``. Three nodes train on one machine, within an epoch: agents of ``torchrun --nnodes 2:4``
 under ``docs/examples/resume.py``, and a Ray cluster under ``docs/examples/frameworks/ray_elastic.py``. One is killed by
-SIGKILL with its rank; ``docs/resume.md`` holds the table.
+SIGKILL with its rank; ``docs/torchft.md`` holds the table.
 """
 
 import os
@@ -23,7 +23,7 @@ from pages import show_and_put
 
 ROUNDS, LIMIT_S = 3, 300
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "resume.md"
+PAGE = DOCS / "torchft.md"
 # How soon agents notice that one is gone, and how long they wait for another to come.
 CONF = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": 2}
 TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=3"]

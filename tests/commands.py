@@ -31,6 +31,7 @@ COMMANDS = {
     f"{ALONE} 1 docs/examples/recipes/text.py $(mktemp -d)/checkpoint.pt": "docs/recipes.md",
     f"{ALONE} 2 docs/examples/recipes/text.py $(mktemp -d)/checkpoint.pt": "docs/recipes.md",
     f"{ALONE} 2 docs/examples/recipes/stream.py $(mktemp -d)": "docs/recipes.md",
+    f"{ALONE} 2 docs/examples/early_stopping.py $(mktemp -d)": "docs/resume.md",
     f"{ALONE} 2 docs/examples/resume.py FOLDER": HERE,
     f"{ALONE} 2 --max-restarts 3 docs/examples/resume.py FOLDER": HERE,
     f"{ALONE} 3 docs/examples/step_metrics.py": PACKAGES,
