@@ -29,7 +29,7 @@ __all__ = ["commands"]
 
 
 _FORMS = click.Choice(["text", "json", "markdown", "github"])
-_PASSED_ON = "Passed on to patch_dataloader_to_ddp; see docs/options.md."
+_PASSED_ON = "Passed on to patch_dataloader_to_ddp; see docs/api.md."
 _COST = (
     "What samples cost: a sequence, a function of an index, or a Cost. Give it several times for several loaders, such "
     "as train=file.py:lengths."
