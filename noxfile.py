@@ -144,7 +144,7 @@ def integrations(session: nox.Session) -> None:
 
 @nox.session(requires=["package"])
 def torchft(session: nox.Session) -> None:
-    """Follow torchft's quorum, then kill its replicas, for ``docs/resume.md``; ``-- --schedules 1`` is short."""
+    """Follow torchft's quorum, then kill its replicas, for ``docs/torchft.md``; ``-- --schedules 1`` is short."""
     install_wheel(session, "test,torchft")
     run_tests(session, "tests/torchft")
     environment = {"PYTHONPATH": "docs/examples/frameworks", "OMP_NUM_THREADS": "1"}
@@ -169,7 +169,7 @@ def nodes(session: nox.Session) -> None:
 
 @nox.session(requires=["package"])
 def restarts(session: nox.Session) -> None:
-    """Kill a node of jobs that restart, under torchrun and Ray, for ``docs/resume.md``."""
+    """Kill a node of jobs that restart, under torchrun and Ray, for ``docs/torchft.md``."""
     install_wheel(session, "test,ray")
     session.run("python", "-W", "ignore", "benchmarks/restarts.py", env={"PYTHONPATH": "tests"})
 
@@ -220,21 +220,21 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """Run every kind of loader on real ranks, with other libraries too, and write ``docs/loaders.md``."""
+    """Run every kind of loader on real ranks, with other libraries too, for ``docs/compatibility.md``."""
     install(session, ".[peers]")
     session.run("python", "-W", "ignore", "benchmarks/peers.py", *session.posargs, env={"PYTHONPATH": "tests"})
 
 
 @nox.session
 def agreement(session: nox.Session) -> None:
-    """Measure what agreeing costs on 2 to 8 ranks, and write its table in ``docs/benchmarks.md``."""
+    """Measure what agreeing costs on 2 to 8 ranks, and write its table in ``docs/architecture.md``."""
     install(session, ".[demo]")
     session.run("python", "benchmarks/agreement.py")
 
 
 @nox.session
 def many_ranks(session: nox.Session) -> None:
-    """Count what meetings of 2 to 64 ranks ask of the store, and write the table in ``docs/benchmarks.md``."""
+    """Count what meetings of 2 to 64 ranks ask of the store, and write the table in ``docs/architecture.md``."""
     install(session, ".[demo]")
     session.run("python", "benchmarks/many_ranks.py")
 
@@ -289,21 +289,21 @@ def pages(session: nox.Session) -> None:
 
 @nox.session
 def imports(session: nox.Session) -> None:
-    """Measure what ``import ddp_patch`` adds to ``import torch``, and write the table of ``docs/benchmarks.md``."""
+    """Measure what ``import ddp_patch`` adds to ``import torch``."""
     install(session, ".[demo]")
     session.run("python", "benchmarks/imports.py", *session.posargs)
 
 
 @nox.session
 def samplers(session: nox.Session) -> None:
-    """Measure the samplers, and write the table and the pictures of ``docs/samplers.md``; ``--n 100000`` is short."""
+    """Measure the samplers, and draw the pictures of ``docs/samplers.md``; ``--n 100000`` is short."""
     install(session, ".[bench]")
     session.run("python", "benchmarks/samplers.py", *session.posargs)
 
 
 @nox.session
 def packages(session: nox.Session) -> None:
-    """Try the loaders of other packages, and write ``docs/loaders.md``; installs 8 GB."""
+    """Try the loaders of other packages, and write ``docs/compatibility.md``; installs 8 GB."""
     pinned = ("-c", "constraints-packages.txt")
     session.install(*pinned, ".[packages]")
     session.install(*pinned, *STREAMING_NEEDS)
@@ -323,7 +323,7 @@ def unpatched(session: nox.Session) -> None:
 
 @nox.session
 def scripts(session: nox.Session) -> None:
-    """Run scripts of others as one process, for ``docs/autopatch.md``; needs ``-- FOLDER``, their checkouts."""
+    """Run scripts of others as one process, for ``docs/compatibility.md``; needs ``-- FOLDER``, their checkouts."""
     pinned = ("-c", "constraints-packages.txt")
     needed = "albumentations configargparse editdistance einx fire gymnasium h5py hydra-colorlog hydra-core imageio"
     needed += " imgaug kaldiio lightly lmdb natsort nltk numpydoc optuna poutyne pycocotools pytorch-ignite requests"

@@ -1,7 +1,7 @@
 """What agreeing costs: of the patch, and of comparing passes.
 
-Prints a table for 2 to 8 gloo ranks on this machine. Run it with ``nox -s agreement``; ``docs/benchmarks.md`` holds its
-table.
+Prints a table for 2 to 8 gloo ranks on this machine, and writes it into ``docs/architecture.md``. Run it with ``nox -s
+agreement``.
 """
 
 import json
@@ -36,7 +36,7 @@ MEASURED = (
     "of a stream, % of steps",
     "digest, times as slow",
 )
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 
 class Shuffled(Sampler[int]):

@@ -26,7 +26,7 @@ import torch
 from balance_peers import PEERS, Peer
 from balance_training import seconds_of_peers
 from numpy.typing import NDArray
-from pages import put, show_and_put
+from pages import markdown, put, show, show_and_put
 from texts import docstrings
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -280,6 +280,13 @@ def peers_table(steps: int, epochs: int) -> list[list[str]]:
     return rows
 
 
+def told_of_peers(table: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows that the page shows: without what drawing took, and without times of the CPU."""
+    places = [place for place, name in enumerate(table[0]) if not name.startswith(("drawing", "CPU"))]
+    head, *rows = [[row[place] for place in places] for row in table]
+    return head, rows
+
+
 def windows_table(largest: int) -> list[list[str]]:
     """Return how a window's size matters: plain arithmetic, of which the patch is not asked."""
     rows = [["sharded", "without", *map(str, WINDOWS)]]
@@ -399,10 +406,12 @@ def main() -> None:
     torch.set_num_threads(1)
     put(PAGE, "texts", fill(described_texts(), 120))
     show_and_put(PAGE, "figures", figures_table(arguments.steps))
-    show_and_put(PAGE, "balance-peers", peers_table(arguments.training_steps, 2))
+    peers = peers_table(arguments.training_steps, 2)
+    show(peers, "peers")
+    put(PAGE, "balance-peers", markdown(*told_of_peers(peers)))
     show_and_put(PAGE, "windows", windows_table(arguments.largest_window))
-    show_and_put(PAGE, "drawing", drawing_table(arguments.samples, arguments.repeats))
-    show_and_put(PAGE, "memory", memory_table(arguments.samples * part // 10 for part in (1, 5, 10, 20)))
+    show(drawing_table(arguments.samples, arguments.repeats), "drawing")
+    show(memory_table(arguments.samples * part // 10 for part in (1, 5, 10, 20)), "memory")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The texts are docstrings of Python's standard library, byte by byte. Two models 
 over texts that are packed one after the other (a step takes as long as its batch has bytes), and a GRU over texts that
 are padded to the longest. Epochs of today's loader and of the balanced one alternate in one run; both have the same
 samples. CPU time tells what the clock would on a machine that has nothing else to do: the sum over steps of the
-slowest rank's. ``nox -s bench`` runs this; it writes a table of ``docs/benchmarks.md``.
+slowest rank's. ``nox -s bench`` runs this; it prints a table.
 """
 
 import argparse
@@ -15,14 +15,13 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from balance_peers import PEERS
-from pages import show_and_put
+from pages import show
 from texts import docstrings
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -34,7 +33,6 @@ from ddp_patch import Cost, patch_dataloader_to_ddp
 from ddp_patch.costs import CostOf
 from ddp_patch.testing import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 RANKS, BATCH, LONGEST, SHORTEST = 2, 8, 1024, 2
 
 
@@ -254,7 +252,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80, help="how many steps an epoch has")
     parser.add_argument("--epochs", type=int, default=5, help="how many epochs of each loader are timed")
     arguments = parser.parse_args()
-    show_and_put(PAGE, "training", table(arguments.steps, arguments.epochs))
+    show(table(arguments.steps, arguments.epochs), "training")
 
 
 if __name__ == "__main__":

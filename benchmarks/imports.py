@@ -1,6 +1,6 @@
 """What ``import ddp_patch`` adds to ``import torch``, in processes of their own, as ``python -X importtime`` tells.
 
-Prints a table. Run it with ``nox -s imports``; ``docs/benchmarks.md`` holds its table.
+Prints a table. Run it with ``nox -s imports``.
 """
 
 import argparse
@@ -8,11 +8,9 @@ import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
-from pages import show_and_put
+from pages import show
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 LINE = re.compile(r"import time:\s+(?P<own>\d+) \|\s+(?P<all>\d+) \|(?P<depth> +)(?P<module>\S+)")
 
 
@@ -48,7 +46,7 @@ def main() -> None:
     runs = [measure() for _ in range(repeats)]
     columns = ("statement", "median ms", "fastest ms")
     rows = [(name, *(f"{of(run[name] for run in runs):,.1f}" for of in (statistics.median, min))) for name in runs[0]]
-    show_and_put(PAGE, "imports", [columns, *rows], f"{repeats} processes")
+    show([columns, *rows], f"{repeats} processes")
 
 
 if __name__ == "__main__":

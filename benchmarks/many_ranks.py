@@ -1,6 +1,6 @@
 """What ranks ask of the store, and how many bytes travel: on 2 to 128 ranks, which are threads with one real store.
 
-Run it with ``nox -s many_ranks``; ``docs/benchmarks.md`` holds its table. An operation is a function of the rank that
+Run it with ``nox -s many_ranks``; ``docs/architecture.md`` holds its table. An operation is a function of the rank that
 each thread calls; ``counted`` counts what it asks for on a world of some ranks.
 """
 
@@ -41,7 +41,7 @@ from ddp_patch.sharding.patched_loaders import patched_facts
 
 WORLDS = (2, 4, 8, 16, 32, 64, 128)
 TIMEOUT_S = 120.0
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # What the thread that runs is: its rank, the number of ranks, and its store.
 HERE = threading.local()
 

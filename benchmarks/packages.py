@@ -1,4 +1,4 @@
-"""What becomes of the loaders and samplers of other packages in worlds of 2 and 3, for ``docs/loaders.md``.
+"""What becomes of the loaders and samplers of other packages in worlds of 2 and 3, for ``docs/compatibility.md``.
 
 ``nox -s packages`` runs this. Each package is tried in a process of its own, because some change torch. What is
 expected of a loader is in ``tests/third_party/cases``. Where something else is measured, that is an error, and the page
@@ -22,7 +22,7 @@ from third_party.measure import cases_of, seen_on_rank, world_by_hand
 from ddp_patch.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "loaders.md"
+PAGE = ROOT / "docs" / "compatibility.md"
 WORLDS = (2, 3)
 COLUMNS = {Fate.SHARED: "sharded", Fate.AS_IT_IS: "its own sharding kept", Fate.REFUSED: "refused: do this"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["commit", "put", "show_and_put"]
+__all__ = ["commit", "put", "show", "show_and_put"]
 
 Rows = Sequence[Sequence[str]]
 
@@ -24,12 +24,18 @@ def show_and_put(page: Path, name: str, rows: Rows, title: str = "", grouped: bo
         grouped: Whether to make a table of its own of all rows with the same first cell, which then stands above it:
             narrow tables can be read on a phone.
     """
+    show(rows, title)
+    head, *body = rows
+    put(page, name, in_groups(head, body) if grouped else markdown(head, body))
+
+
+def show(rows: Rows, title: str = "") -> None:
+    """Print a table, whose first row is its head."""
     head, *body = rows
     table = Table(*head, title=title or None)
     for row in body:
         table.add_row(*row)
     Console(width=140).print(table)
-    put(page, name, in_groups(head, body) if grouped else markdown(head, body))
 
 
 def in_groups(head: Sequence[str], body: Rows) -> str:

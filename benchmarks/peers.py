@@ -1,7 +1,7 @@
 """What becomes of every kind of loader on three real ranks: ddp_patch, accelerate and Lightning Fabric.
 
-``nox -s peers`` runs this; it prints the table of ``docs/loaders.md`` and writes it there. Each implementation runs in
-one group of ranks, whose random states are seeded differently, and in a fresh group after each hang.
+``nox -s peers`` runs this; it prints the table of ``docs/compatibility.md`` and writes it there. Each implementation
+runs in one group of ranks, whose random states are seeded differently, and in a fresh group after each hang.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SEED = 100
 RANKS = 3
 EPOCHS = 2
 LIMIT_S = 6.0  # for one kind in one configuration
-PAGE = Path(__file__).parent.parent / "docs" / "loaders.md"
+PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
 YES, PADDED = "yes", "yes, padded"
 
@@ -489,9 +489,8 @@ def main() -> None:
     for implementation, found in attempts.items() if details else ():
         for attempt, reports in found.items():
             print(f"{implementation}, {attempt.configuration}: {attempt.kind}: {judge(BY_NAME[attempt.kind], reports)}")
-    text = f"{table(attempts)}\n\nEach configuration by itself:\n\n{by_configuration(attempts)}"
-    print(text)
-    put(PAGE, "peers", text)
+    print(f"Each configuration by itself:\n\n{by_configuration(attempts)}\n\n{table(attempts)}")
+    put(PAGE, "peers", table(attempts))
 
 
 if __name__ == "__main__":

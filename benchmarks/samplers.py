@@ -1,4 +1,4 @@
-"""Measure the samplers against a permutation, draw what their batches look like, and write ``docs/samplers.md``."""
+"""Measure the samplers against a permutation, and draw what their batches look like, for ``docs/samplers.md``."""
 
 import argparse
 import statistics
@@ -12,7 +12,7 @@ import matplotlib as mpl
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
-from pages import show_and_put
+from pages import show
 from torch.utils.data import BatchSampler, RandomSampler
 
 from ddp_patch import DDPSamplerWrapper
@@ -243,13 +243,13 @@ def draw() -> None:
 
 
 def main() -> None:
-    """Draw the pictures, then measure, print and write."""
+    """Draw the pictures, then measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--n", type=int, default=10**7, help="how many samples an epoch has")
     parser.add_argument("--repeats", type=int, default=3, help="how often each epoch is drawn")
     arguments = parser.parse_args()
     draw()
-    show_and_put(PAGE, "speed", speed(arguments.n, arguments.repeats))
+    show(speed(arguments.n, arguments.repeats), "speed")
 
 
 if __name__ == "__main__":

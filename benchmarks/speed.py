@@ -41,6 +41,7 @@ from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, 
 from ddp_patch.samplers import ScalableRandomSampler
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+ON_THE_PAGE = {"peers", "streams"}  # of the tables that are printed
 BATCH, WORLD, N = 64, 8, 10**7
 PEERS = ("accelerate", "lightning", "pytorch-ignite", "open-metric-learning", "datasets", "webdataset")
 
@@ -346,10 +347,13 @@ def main() -> None:
         "streams": lambda: streams.table(),
     }
     import streams  # not where a case is measured: what these import takes memory
-    from pages import show_and_put
+    from pages import show, show_and_put
 
     for name in arguments.only or tables:
-        show_and_put(PAGE, name, tables[name](), name, grouped=name == "streams")
+        if name in ON_THE_PAGE:
+            show_and_put(PAGE, name, tables[name](), name, grouped=name == "streams")
+        else:
+            show(tables[name](), name)
     if arguments.only:
         return
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", *PEERS))

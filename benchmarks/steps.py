@@ -149,7 +149,7 @@ def main() -> None:
     if arguments.here:
         print(json.dumps(run_ranks(measure, RANKS, arguments.repeats, timeout=600)[0]))
         return
-    from pages import commit, show_and_put
+    from pages import commit, markdown, put, show, show_and_put
 
     before = None if arguments.before is None else arguments.before.absolute()
     trees = {"now": README.parent, **({} if before is None else {commit(before): before})}
@@ -158,7 +158,7 @@ def main() -> None:
         for name, folder in trees.items():
             for row, both in of_tree(folder, arguments.repeats).items():
                 found[name][row].append(both)
-    head = ["microseconds", "without", *(f"patched, {name}" if before else "patched" for name in trees)]
+    head = ["microseconds", "without", *(f"patched, {name}" if name != "now" else "patched" for name in trees)]
     rows = []
     for row, of_now in found["now"].items():
         cells = [f"{min(plain for plain, _ in of_now):.2f}"]
@@ -166,7 +166,9 @@ def main() -> None:
             plain, patched = (min(column) for column in zip(*found[name][row], strict=True))
             cells.append(f"{patched:.2f} ({patched / plain:.2f})")
         rows.append([row, *cells])
-    show_and_put(PAGE, "steps", [head, *rows], "steps")
+    show([head, *rows], "steps")
+    told = [row[:3] for row in [head, *rows] if "len()" not in row[0]]
+    put(PAGE, "steps", markdown(told[0], told[1:]))
     shuffled = [[f"{workers} workers", *cells[1:3]] for cells, workers in zip(rows[:: len(CASES)], STEPS, strict=False)]
     show_and_put(README, "step", [["a step, microseconds", "`DistributedSampler`", "patched (ratio)"], *shuffled])
 

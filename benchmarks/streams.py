@@ -5,7 +5,7 @@
 Every case (implementation, world, cost) runs on real gloo ranks of its own, with a deadline. All read the same shards,
 which split themselves over workers; reading an item sleeps for as long as it costs. The ranks begin together. Items
 count from when every rank has its first batch until the last batch of all, each item once. ``nox -s bench`` puts the
-table into ``docs/benchmarks.md``, and that of the recipes into ``docs/streams.md``.
+table into ``docs/benchmarks.md``.
 """
 
 import multiprocessing
@@ -27,7 +27,6 @@ from ddp_patch.testing import run_ranks
 
 __all__ = ["table"]
 
-PAGE = Path(__file__).parents[1] / "docs" / "streams.md"
 BATCH = 4
 ITEMS = {0: 2000, 1: 500, 10: 60, 40: 20}  # by what an item costs in ms: how many are there for each reader
 REPEATS = 3  # of which the middle one counts
@@ -282,6 +281,6 @@ def recipes() -> list[list[str]]:
 
 if __name__ == "__main__":
     import streams  # by the name that other processes know it by
-    from pages import show_and_put
+    from pages import show
 
-    show_and_put(PAGE, "recipes", streams.recipes(), "recipes")
+    show(streams.recipes(), "recipes")

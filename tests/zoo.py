@@ -366,7 +366,7 @@ class Kind:
     """One kind of loader.
 
     Attributes:
-        name: As in docs/loaders.md.
+        name: As in docs/compatibility.md.
         make: Builds the loader.
         shuffles: Epochs differ.
         batches: Whole batches are shared.
@@ -573,7 +573,7 @@ def by_iterations(batch_sampler: Iterable[list[int]], start_iteration: int = 0) 
     return loader(batch_sampler=IterationBatchSampler(batch_sampler, 11, start_iteration))
 
 
-# Samplers of ddp_patch.samplers, which docs/loaders.md does not compare with other libraries.
+# Samplers of ddp_patch.samplers, which docs/compatibility.md does not compare with other libraries.
 OUR_KINDS = [
     Kind("class-weighted", lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31))),
     Kind(
