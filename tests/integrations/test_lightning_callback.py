@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from frameworks.kinds import KINDS, Batch, Stream
 from frameworks.lightning_trainer import Trained, every_step, quiet_trainer
 from lightning.pytorch import LightningDataModule, Trainer
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from zoo import seed_ambient
 
-from ddp_patch import autopatch, check_loaders_is_patched
+from ddp_patch import autopatch, check_loaders_is_patched, gather_step
 from ddp_patch.errors import InvalidOptionError, NotDistributedWarning, StateError
 from ddp_patch.integrations.lightning import PatchDataLoaders
 
@@ -165,6 +166,30 @@ def test_evaluation_takes_no_options_of_training() -> None:
     assert [seen["predict"] for seen, _ in ranks] == [[[0]]] * RANKS  # fewer samples than ranks are padded
     first, again = (list(chain.from_iterable(orders[run] for _, orders in ranks)) for run in (0, 1))
     assert sorted(chain.from_iterable(first)) == sorted(chain.from_iterable(again)) == list(NUMBERS)
+
+
+class TwoValidations(Module):
+    """Gathers the outputs of two validation loaders, each by itself."""
+
+    def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
+        loader = self.trainer.val_dataloaders[dataloader_idx]
+        stage = "sanity" if self.trainer.sanity_checking else f"val {self.current_epoch}, loader {dataloader_idx}"
+        self.seen.setdefault(stage, []).append(gather_step(batch, loader).tolist())
+
+
+def validated_by_two_loaders(rank: int, world_size: int) -> dict[str, Seen]:
+    options = on_ranks(rank, world_size)
+    module = TwoValidations()
+    loaders = [DataLoader(torch.arange(length), 2) for length in (7, 5)]  # type: ignore[arg-type, var-annotated]
+    make_trainer(**options).fit(module, KINDS[0].make(), loaders)
+    return module.seen
+
+
+def test_of_two_validation_loaders_each_sample_counts_once() -> None:
+    for seen in run_ranks(validated_by_two_loaders, RANKS):
+        for epoch in range(2):
+            for number, length in enumerate((7, 5)):
+                assert [*chain.from_iterable(seen[f"val {epoch}, loader {number}"])] == list(range(length))
 
 
 class Recording(Module):

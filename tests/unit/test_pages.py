@@ -206,6 +206,32 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert len(named) <= 18 + 1  # and the changelog
 
 
+def sections() -> Iterator[str]:
+    """Each section of a page with its heading, as the site's search finds them: words alone, in lower case."""
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$|\]\([^)]*\)", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+            yield " ".join(re.findall(r"[\w-]+", section.lower()))
+
+
+@pytest.mark.parametrize(
+    "searched",
+    [
+        "validate on rank 0 only",
+        "early stopping",
+        "two validation loaders",
+        "returns a copy",
+        "resampled webdataset",
+        "dataset whose ranks differ on purpose",
+        "several trainings in one process",
+        "search k-fold",
+        "guard at run time",
+    ],
+)
+def test_what_people_look_for_has_its_section(searched: str) -> None:
+    assert any(set(searched.split()) <= set(section.split()) for section in sections())
+
+
 def test_every_picture_is_shown() -> None:
     shown = {target for _, target, _ in links()} | {"logo.svg"}  # the site's
     assert {path.name for path in DOCS.glob("*.svg")} <= shown
@@ -229,7 +255,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_every_option_is_in_the_table_with_its_default_in_the_order_of_the_signature() -> None:
-    _, _, section = (DOCS / "options.md").read_text().partition("\n## The keywords\n")
+    _, _, section = (DOCS / "api.md").read_text().partition("\n## The keywords\n")
     told = re.findall(r"^\| `(.*?)` \| ", section.partition("\n### ")[0], re.MULTILINE)
     parameters = list(inspect.signature(ddp_patch.patch_dataloader_to_ddp).parameters.values())[
         1:-1
@@ -262,8 +288,8 @@ def test_what_a_benchmark_imports_is_there_and_what_it_writes_has_its_place(scri
     assert script.stem != "balance" or "figures" in tables  # that they are found
 
 
-def test_the_page_of_loaders_has_every_kind_once_and_each_is_handled_here() -> None:
-    _, _, generated = (DOCS / "loaders.md").read_text().partition("<!-- peers: begin -->")
+def test_the_page_of_what_was_tried_has_every_kind_once_and_each_is_handled_here() -> None:
+    _, _, generated = PAGE.read_text().partition("<!-- peers: begin -->")
     _, _, *lines, _ = generated.strip().partition("\n\n")[0].splitlines()  # a head, and totals
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert sorted(name for names, *_ in rows for name in names.split("; ")) == sorted(kind.name for kind in KINDS)
