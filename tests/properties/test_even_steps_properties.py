@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 
 from ddp_patch.options import Uneven
-from ddp_patch.streams.even_steps import AHEAD, BalancedRounds, OwnBatches, even_steps, next_round
+from ddp_patch.streams.even_rounds import BalancedRounds, next_round
+from ddp_patch.streams.even_steps import AHEAD, OwnBatches, even_steps
 
 Batch = tuple[int, int]
 

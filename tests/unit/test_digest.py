@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from ddp_patch.loaders.overlap import common_items, is_more_than_padding, row_hashes
 from ddp_patch.orders.digest import END, Digest, fingerprint, mark_counts, next_mark
-from ddp_patch.streams.reports import ItemNames
+from ddp_patch.streams.item_names import ItemNames
 
 
 def digest_of(items: Sequence[Any], *parts: int) -> Digest:

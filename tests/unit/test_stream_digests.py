@@ -1,8 +1,8 @@
 """What workers mark of a stream in shared memory, and the one digest of a pass that ranks compare."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,31 +17,25 @@ from zoo import Source, as_it_is
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import StreamOrderWarning
 from ddp_patch.orders.digest import END, mark_counts
-from ddp_patch.positions_and_padding import Plan
-from ddp_patch.sharding.saved_state import Position
-from ddp_patch.streams.reports import BEGUN, PARTS, STREAM, SharedWorkerState, marked
-from ddp_patch.streams.stream_sampler import NUMBERS, StreamSource
+from ddp_patch.streams.item_names import marked
+from ddp_patch.streams.reported_pass import BEGUN, NUMBERS, PARTS, STREAM, ReportedPass
+from ddp_patch.streams.reports import SharedReports
 
 COUNTS = list(islice(mark_counts(), 60))
 
 
-def source_of(shared: SharedWorkerState) -> StreamSource:
-    """Return what the main process knows of pass 1."""
-    worker = SimpleNamespace(shared=shared, splits_itself=False, plan=Plan(0, 1))
-    passes: Any = SimpleNamespace(worker=worker, ahead=2)
-    return StreamSource(Position(0), passes, 1)
-
-
-def read(*streams: Iterable[Any], upto: int | None = None, are_parts: bool = True) -> StreamSource:
-    """Return the digest of a pass whose readers read these, or the first items of these."""
-    shared = SharedWorkerState(len(streams))
+def read(*streams: Iterable[Any], upto: int | None = None, are_parts: bool = True) -> ReportedPass:
+    """Return what the readers of a pass report that read these, or the first items of these."""
+    shared = SharedReports(len(streams))
     for part, stream in enumerate(streams):
         report = shared.report(1, part)
-        # What is asked for beyond the end shows the end.
-        for _ in islice(marked(iter(stream), report), upto):
+        items, most = [*stream], upto
+        for _ in islice(marked(iter(items), report), most):
             pass
+        if most is None or most > len(items):  # what is asked for beyond the end shows the end
+            report["length"] = len(items)
         report["way"] = PARTS if are_parts and len(streams) > 1 else STREAM
-    return source_of(shared)
+    return shared.reported(1)
 
 
 def named(number: int) -> dict[str, Any]:
@@ -64,17 +58,17 @@ def one_name(number: int) -> Any:
     return torch.rand(2), "cat"
 
 
-def differ(mine: StreamSource, theirs: StreamSource) -> bool | None:
+def differ(mine: ReportedPass, theirs: ReportedPass) -> bool | None:
     """Return what ranks see when each has what the other left last; None if they have no count in common."""
     seen = []
     for one, other in ((mine, theirs), (theirs, mine)):
-        if (at := latest_count(one)) in other.marks():
-            seen.append(other.marks()[at] != one.marks()[at])
+        if (at := latest_count(one)) in other.digests():
+            seen.append(other.digests()[at] != one.digests()[at])
     return any(seen) if seen else None
 
 
-def latest_count(digest: StreamSource) -> int | None:
-    return next(reversed(digest.marks()), None)
+def latest_count(digest: ReportedPass) -> int | None:
+    return next(reversed(digest.digests()), None)
 
 
 SKIPPED = [*range(500), *range(501, 1001)]
@@ -117,31 +111,33 @@ def test_parts_have_one_digest_which_tells_their_lengths(mine: list[int], theirs
 
 
 def test_parts_are_marked_at_the_counts_that_all_have_reached_or_ended_before() -> None:
-    shared = SharedWorkerState(2)
-    readers = [marked(iter(range(length)), shared.report(1, part)) for part, length in enumerate((3, 100))]
-    digest = source_of(shared)
+    shared = SharedReports(2)
+    reports = [shared.report(1, part) for part in range(2)]
+    readers = [marked(iter(range(length)), report) for report, length in zip(reports, (3, 100), strict=True)]
     assert len([*islice(readers[1], 10)]) == 10
-    assert digest.marks() == {}  # nobody knows yet whether they are parts
-    for part in range(2):
-        shared.report(1, part)["way"] = PARTS
-    assert digest.marks() == {}
+    assert shared.reported(1).digests() == {}  # nobody knows yet whether they are parts
+    for report in reports:
+        report["way"] = PARTS
+    assert shared.reported(1).digests() == {}
     assert len([*islice(readers[0], 3)]) == 3
-    assert latest_count(digest) == 3  # the first one may go on
+    assert latest_count(shared.reported(1)) == 3  # the first one may go on
     assert next(readers[0], None) is None
-    assert latest_count(digest) == 8
+    reports[0]["length"] = 3
+    assert latest_count(shared.reported(1)) == 8
     assert len([*readers[1]]) == 90
-    assert latest_count(digest) == END
+    reports[1]["length"] = 100
+    assert latest_count(shared.reported(1)) == END
 
 
 @pytest.mark.parametrize("place", [0, 1, 60, 99])
 def test_readers_of_one_stream_that_differ_are_told(place: int) -> None:
     others = [*map(str, range(place)), "other", *map(str, range(place + 1, 100))]
     digest = read(map(str, range(100)), map(str, range(100)), others, are_parts=False)
-    found = digest.workers_differ()
+    found = digest.readers_differ()
     assert found is not None
     assert found[1] == 2
     assert place < found[0] <= max(100, 2 * place)
-    assert read(map(str, range(100)), others).workers_differ() is None  # of parts nobody expects that
+    assert read(map(str, range(100)), others).readers_differ() is None  # of parts nobody expects that
 
 
 @pytest.mark.parametrize("place", [0, 1, 62, 63, 64, 65, 198])
@@ -149,15 +145,21 @@ def test_numbers_have_a_digest_of_their_own(place: int) -> None:
     order = [*range(200)]
     other = [*order[:place], order[place + 1], order[place], *order[place + 2 :]]
     one, two = (read([("cat", item) for item in items]) for items in (order, other))
-    assert one.marks() == two.marks()
-    assert one.number_marks() != two.number_marks()
-    assert one.number_marks().keys() == one.marks().keys()
+    assert one.digests() == two.digests()
+    assert one.digests(NUMBERS) != two.digests(NUMBERS)
+    assert one.digests(NUMBERS).keys() == one.digests().keys()
 
 
 def test_readers_of_one_stream_whose_numbers_differ_are_told_apart() -> None:
     digest = read(range(100), [*range(99), 0], are_parts=False)
-    assert digest.workers_differ() is None
-    assert digest.workers_differ(NUMBERS) == (100, 1)
+    assert digest.readers_differ() is None
+    assert digest.readers_differ(NUMBERS) == (100, 1)
+
+
+def compare(patched: Any) -> None:
+    """Let a loader's readers report digests, though there are no other ranks."""
+    reader = patched.sampler.rank_passes.reader
+    reader.share = replace(reader.share, is_compared=True)
 
 
 class Made(IterableDataset[Any]):
@@ -176,12 +178,11 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
         Source(30), batch_size=2, num_workers=2, multiprocessing_context=start, collate_fn=as_it_is
     )
     patched: Any = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
-    assert not patched.sampler.rank_passes.worker.is_compared  # there is nobody to compare with
-    patched.sampler.rank_passes.worker.is_compared = True
+    assert not patched.sampler.rank_passes.reader.share.is_compared  # there is nobody to compare with
+    compare(patched)
     for _ in patched:
         pass
-    digest = patched.sampler.rank_passes.epochs.latest.source
-    assert digest.marks() == read(range(30)).marks()
+    assert patched.sampler.rank_passes.epochs.latest.source.marks() == read(range(30)).digests()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -196,7 +197,7 @@ def test_that_items_have_no_names_is_said_once_on_one_rank(
         recwarn.clear()
         loader: Any = DataLoader(Made(make, splits), batch_size=2, num_workers=workers, collate_fn=as_it_is)
         patched: Any = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)
-        patched.sampler.rank_passes.worker.is_compared = True
+        compare(patched)
         for _ in range(2):
             for _ in patched:
                 pass
@@ -209,18 +210,18 @@ def test_that_items_have_no_names_is_said_once_on_one_rank(
 
 def test_what_is_half_written_counts_only_once_it_is_whole() -> None:
     """A processor may show another process what was written last before what was written first."""
-    shared = SharedWorkerState(readers=2)
+    shared = SharedReports(readers=2)
     shared.begin(1, epoch=4)
-    report = shared.report(1, worker=0)
+    report = shared.report(1, reader=0)
     report["length"] = 7
-    assert (shared.lengths(1), shared.epoch_of(1)) == ([7, None], 4)
-    report["values"][3] = 5  # and not yet what says so
-    assert shared.lengths(1) == [None, None]
+    assert (shared.reported(1).lengths, shared.begun(1)) == ([7, None], (1, 4))
+    report["names"][3] = 5  # and not yet what says so
+    assert shared.reported(1).lengths == [None, None]
     report["marks"] = 4
-    assert (shared.lengths(1), shared.reported(1, "marks")) == ([7, None], [4, -1])
-    shared.keep_state(report, 0, BEGUN, b'"here"')
-    assert shared.states(1, BEGUN) == [("here",), ()]
+    assert (shared.reported(1).lengths, shared.reported(1).column("marks")) == ([7, None], [4, -1])
+    report.store_state(BEGUN, b'"here"')
+    assert [shared.reported(1).state_of(reader, BEGUN) for reader in range(2)] == [("here",), ()]
     shared._states[0, BEGUN, 1] = 0
-    assert shared.states(1, BEGUN) == [(), ()]
+    assert shared.reported(1).state_of(0, BEGUN) == ()
     shared._begun["epochs"][1, 0] = 5
-    assert shared.epoch_of(1) is None
+    assert shared.begun() is None
