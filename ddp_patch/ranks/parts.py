@@ -95,8 +95,8 @@ class Parts:
         """
         if sketch is None or not claims.read_one_stream:
             return
-        if count is None or not count & (count - 1):
-            self._compare_order(claims, number, sketch, tell, is_over=count is None)
+        if count is None:
+            self._compare_order(claims, number, sketch, tell)
         if count is None and not self._is_padded:
             sketch.add(())
         if self._whole is not None and self._whole[0] < number:  # by now slower ranks have left the rest of theirs
@@ -109,14 +109,13 @@ class Parts:
             self._compare_all(claims, number, mine, tell)
             self._whole = (number, mine) if count is None else self._whole
 
-    def _compare_order(
-        self, claims: Claims, number: int, sketch: Sketch, tell: Callable[[str], object], *, is_over: bool
-    ) -> None:
-        """Compare the samples of a pass in their order: all ranks', this rank's workers', the pass's before."""
+    def _compare_order(self, claims: Claims, number: int, sketch: Sketch, tell: Callable[[str], object]) -> None:
+        """Compare the samples of a pass in their order: all ranks', this rank's workers', the pass's before.
+
+        The first samples of a pass are certain of nothing: two ranks may have drawn the same shard first.
+        """
         *_, shuffles, workers = self._kind
-        noted, before = sum(map(len, sketch.batches)), self._before
-        if is_over:
-            self._before = number, sketch.order
+        noted, before, self._before = sum(map(len, sketch.batches)), self._before, (number, sketch.order)
         if len({*chain.from_iterable(sketch.batches)}) < _FEWEST:  # fewer may be padding, or made up data all alike
             return
         whose = claims.claim(f"{number}/order/{sketch.order:x}", f"{claims.rank}")
@@ -128,7 +127,7 @@ class Parts:
         if is_all and workers > 1 and least >= _FEWEST and of_workers[0][:least] == of_workers[1][:least]:
             text = f"those of worker 0 are also worker 1's on {ranks_text([claims.rank])}, in the same order"
             tell(f"Iterating the {self._name()}: of 2 x {least} samples that were looked at, {text}. {self._why()}")
-        if is_over and shuffles and before == (number - 1, sketch.order):
+        if shuffles and before == (number - 1, sketch.order):
             self._warn(
                 "one order",
                 f"pass {number} over it has the same order as the one before, because nobody called the set_epoch() by "

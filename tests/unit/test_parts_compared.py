@@ -52,11 +52,11 @@ def test_the_same_samples_in_one_order_are_certain_also_on_ranks_that_are_no_nei
         other.reads(range(40, 80))
 
 
-def test_the_first_samples_in_one_order_are_certain_before_the_pass_ends() -> None:
+def test_the_first_samples_in_one_order_are_likely_at_most_as_of_one_shard_that_both_have_drawn() -> None:
     one, other, _ = readers()
-    one.reads(range(40, 56), ends=False)
-    with pytest.raises(RankMismatchError, match=r"of 16 samples of rank 1 .* 16 are also rank 0's, in the same order"):
-        other.reads(range(40, 56), ends=False)
+    one.reads(range(40, 72), ends=False)
+    with pytest.warns(PartsWarning, match="are also rank 0's. That may be on purpose"):
+        other.reads(range(40, 72), ends=False)
 
 
 def test_samples_that_are_all_alike_are_certain_of_nothing() -> None:
