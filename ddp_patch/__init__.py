@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ddp_patch.resume import loader_state, restore_loader
     from ddp_patch.running import autopatch, leave_alone, unpatched
 else:
-    # Import late what the first patch does without.
+    # Names that the first patch does not need are imported on use.
     _LATER = {
         "ddp_patch.auditing": ["audit"],
         "ddp_patch.evaluation": ["gather_in_order", "gather_step", "iter_with_mask", "iter_with_weights"],
@@ -27,7 +27,7 @@ else:
 
     def __getattr__(name):
         """Import a late name on use."""
-        if name == "samplers":  # some write `ddp_patch.samplers` without importing it
+        if name == "samplers":  # users write `ddp_patch.samplers` without an import of it
             return import_module("ddp_patch.samplers")
         for module, names in _LATER.items():
             if name in names:
@@ -59,7 +59,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-if "DDP_PATCH_GUARD" in os.environ:  # a guarded test sets it, so that test started this process
+if "DDP_PATCH_GUARD" in os.environ:  # a guarded test sets this variable for the processes that it starts
     import_module("ddp_patch.testing.ranks").guard_this_process()
 
 

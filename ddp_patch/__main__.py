@@ -1,6 +1,6 @@
-"""``python -m ddp_patch``, and what each command of it imports: the audit needs click and rich, the extra ``audit``.
+"""The command line, ``python -m ddp_patch``. The audit needs click and rich, which the extra ``audit`` installs.
 
-Ctrl-C while Python imports the package for it prints a traceback: no code of this package can run before that.
+Ctrl-C during the import of the package prints a traceback, because none of its code can run before.
 """
 
 import sys
@@ -13,12 +13,12 @@ from ddp_patch.errors import explain
 
 __all__ = ["loaded"]
 
-# The packages that the extra installs. If any other one is missing, the installation is not to blame.
+# The packages that the extra installs. The message about the extra would be wrong for any other missing package.
 _NEEDED = {"click", "rich"}
 
 
 def loaded(arguments: Sequence[str]) -> Callable[[], object]:
-    """Import what a command needs, and return what runs it; if a package is missing, say which and exit with 2.
+    """Import what a command needs, and return a function that runs the command; without click or rich, exit with 2.
 
     Args:
         arguments: The command's name and arguments.

@@ -1,4 +1,4 @@
-"""The user's costs of items: checked at once, looked up later."""
+"""The costs of items: checked when the user passes them, read when items are drawn."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = ["COST_WINDOW", "Cost", "CostOf", "CostValues"]
 CostValues: TypeAlias = Sequence[float] | np.ndarray[Any, Any] | torch.Tensor | Callable[[Any], float]
 CostOf: TypeAlias = Literal["sum", "padded"]
 
-# In steps; benchmarks/balance.py compares it with others.
+# The default window, in steps; benchmarks/balance.py compares windows.
 COST_WINDOW = 256
 
 
 class Cost:
-    """What the items of a loader cost, for steps that cost about the same on all ranks.
+    """The costs of a loader's items, by which each step costs about the same on all ranks.
 
     Args:
-        values: One finite number of at least 0 for each index of ``loader.dataset``, in any unit, such as tokens: a
-            sequence, array or tensor. Or a function of an index.
+        values: A sequence, array or tensor with one finite number of at least 0 for each index of ``loader.dataset``,
+            in any unit, such as tokens; or a function of an index.
         of: What a batch costs: the ``"sum"`` of its samples' costs; or, if samples are ``"padded"`` to the longest,
             the largest cost times their number.
-        window: How many steps are balanced at once. More balance better, and take longer before the first batch:
-            ``window * num_replicas`` batches are drawn.
+        window: How many steps are balanced at once. A larger window balances better, and delays the first batch:
+            ``window * num_replicas`` batches are drawn before it.
 
     Attributes:
-        of_batch: As ``of``.
-        function: The user's function; None if costs are looked up.
-        length: How many numbers there are; None if a function gives them.
+        of_batch: The argument ``of``.
+        function: The user's function; None if the costs are numbers.
+        length: How many numbers there are; None if the costs come from a function.
 
     Raises:
         InvalidOptionError: An argument has a value that it does not take.
@@ -71,7 +71,7 @@ class Cost:
 
     @property
     def described(self) -> dict[str, object]:
-        """What must be the same on every rank, by name: of the numbers their digest, of a function its name."""
+        """Facts that must be the same on every rank, by name: a digest of the numbers, or the function's name."""
         function = self.function
         if function is not None:
             kind = type(function)
@@ -82,15 +82,16 @@ class Cost:
         return {"cost": values, "cost_of": self.of_batch, "cost_window": self.window}
 
     def of(self, items: Sequence[Any] | NDArray[Any], *, are_batches: bool = False) -> NDArray[np.float64]:
-        """Return what each of some items of a stream costs: indices, or batches of indices.
+        """Return the cost of each item. An item is an index, or a batch of indices.
 
         Args:
             items: The items.
-            are_batches: Whether each is surely a batch. Else a list, tensor or array is one, and a tuple is a key.
+            are_batches: Whether every item is a batch. If False, a list, tensor or array is a batch, and a tuple is one
+                key.
 
         Raises:
-            InvalidOptionError: The function gives no number of at least 0; or an item is neither an index of the
-                dataset nor a batch of such.
+            InvalidOptionError: The function returns no number of at least 0; or an item is neither an index of the
+                dataset nor a batch of indices.
         """
         indices = _as_indices(items)
         if indices is None:
@@ -101,7 +102,7 @@ class Cost:
         return each if indices.ndim == 1 else self.of_batches(each, np.full(len(indices), indices.size // len(indices)))
 
     def _of_each(self, samples: Sequence[Any] | NDArray[Any]) -> NDArray[np.float64]:
-        """Return what each of some samples costs, which only a function takes by other keys than indices."""
+        """Return the cost of each sample. Only a function knows the costs of keys that are not indices."""
         if self.function is not None:
             given: Sequence[Any] = samples.tolist() if isinstance(samples, np.ndarray) else samples
             values = list(map(self.function, given))
@@ -132,7 +133,7 @@ class Cost:
         """Return the costs of batches from the costs of their samples.
 
         Args:
-            each: What each sample costs, batch after batch, shape (samples,).
+            each: The cost of each sample, batch after batch, shape (samples,).
             sizes: How many samples each batch has, shape (batches,).
         """
         found = np.zeros(len(sizes))
@@ -173,20 +174,20 @@ def _checked(found: NDArray[np.float64], items: Sequence[Any]) -> NDArray[np.flo
 
 
 def _as_indices(items: Sequence[Any] | NDArray[Any]) -> NDArray[Any] | None:
-    """Return indices as an array: of one dimension, or of two for batches of equal size; None for all else."""
+    """Return indices as an array of one dimension, or batches of equal size as one of two; None for anything else."""
     if not len(items):
         return np.empty(0, np.int64)
     if isinstance(items[0], tuple | str | bytes | Mapping):
         return None
     try:
         found = np.asarray(items)
-    except (TypeError, ValueError, RuntimeError):  # of several sizes
+    except (TypeError, ValueError, RuntimeError):  # batches of several sizes
         return None
     return found if found.dtype.kind in "iu" and found.ndim <= 2 and 0 not in found.shape else None
 
 
 def _listed(item: Any, *, are_batches: bool) -> Sequence[Any]:
-    """Return the samples that an item of a stream is, or has: their indices, or other keys."""
+    """Return the keys of the samples in an item, which is a batch or one key."""
     if isinstance(item, torch.Tensor | np.ndarray):
         listed: list[Any] = item.reshape(-1).tolist()
         return listed

@@ -1,7 +1,8 @@
 """Share a loader among replicas that come and go, step by step, so that each sample of an epoch comes once.
 
-A position says how many samples all replicas have taken, and what is left is a stream that any number can share. So
-the replicas hold one position, which moves when a step counts. Each step's batch is a share of the next global batch:
+A position says how many samples all replicas have taken. The rest of the epoch is a stream that any number of replicas
+can share. All replicas keep the same position, which moves when a step counts. A replica's batch of a step is its share
+of the next global batch:
 
     step   replicas   batches    counts   batches taken after it
     0      3          0 1 2      yes      3
@@ -38,21 +39,21 @@ __all__ = ["ElasticLoader"]
 
 T = TypeVar("T")
 
-# How many first items of an order are compared: replicas meet before they draw.
+# How many first items of an order the replicas compare. They meet before they draw.
 _COMPARED = 256
 
 
 class ElasticLoader(Generic[T]):
-    """Gives a replica its batch of each step, whoever takes part in it, and knows the position before and after it.
+    """A loader for replicas that come and go, with a replica's batch of a step and the positions around it.
 
     Args:
         loader: The finished loader, which is not patched.
-        options: The keywords of ``patch_dataloader_to_ddp`` that say how to share it.
+        options: The keywords of ``patch_dataloader_to_ddp`` that say how to share the loader.
 
     Raises:
         InvalidOptionError: An option cannot be kept when replicas come and go.
         AlreadyPatchedError: Something else shards the loader.
-        UnsupportedLoaderError: The loader's passes cannot begin anywhere.
+        UnsupportedLoaderError: A pass over the loader cannot begin within an epoch.
 
     Examples:
         >>> loader = ElasticLoader(DataLoader(range(10), batch_size=2))
@@ -92,10 +93,10 @@ class ElasticLoader(Generic[T]):
                 "Use a DataLoader that makes a new iterator for each pass."
             )
         self._loader, self._options = loader, options
-        self._step: int | None = None  # the one whose batch was given last
+        self._step: int | None = None  # the step whose batch was returned last
         self._shared_by: tuple[int, int] | None = None  # rank and number of replicas; None before the first batch
         self._patched = self._patch(0, 1)
-        # Before and after that step.
+        # The positions before and after that step.
         self._state = self._after = loader_state(self._patched)
         self._steps: Iterator[tuple[T, torch.Tensor]] = iter(())
         self._ahead: tuple[T, torch.Tensor] | None = None
@@ -105,12 +106,13 @@ class ElasticLoader(Generic[T]):
     def batch(self, step: int, rank: int, num_replicas: int) -> tuple[T, torch.Tensor]:
         """Return this replica's batch of a step, and the weights of its samples.
 
-        The step before counts if its batch was given last. The same step once more gives the same place in the epoch.
+        Asking for the next step says that the latest one counts. Asking for the same step again goes back to the
+        position before it.
 
         Args:
             step: The number of the step, which grows by one with each step that counts.
             rank: This replica among those that take part.
-            num_replicas: How many take part.
+            num_replicas: How many replicas take part.
 
         Raises:
             NoStepsError: The epoch has no step for so many replicas.
@@ -119,12 +121,12 @@ class ElasticLoader(Generic[T]):
         self._state = self.state(step)
         shared_by, goes_on = (rank, num_replicas), self._step is not None and step == self._step + 1
         given = self._ahead if goes_on and shared_by == self._shared_by else None
-        self._shared_by = None  # until all went well
+        self._shared_by = None  # it stays None if this call fails
         if given is None:
             given = self._begin(rank, num_replicas)
         self._taken += 1
         after = loader_state(self._patched, batches_done=self._taken)
-        # Read one batch ahead: then each position says whether its epoch has ended.
+        # Read one batch ahead, so that the position says whether the epoch has ended.
         self._ahead = next(self._steps, None)
         if self._ahead is None:
             after = loader_state(self._patched, batches_done=self._taken)
@@ -132,54 +134,54 @@ class ElasticLoader(Generic[T]):
         return given
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the position before a step, as ``loader_state`` does: that of the last batch, or the next one."""
+        """Return the position before the latest step, or before the next one, in the format of ``loader_state``."""
         return self._after if self._step is not None and step == self._step + 1 else self._state
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of a step; see ``state``. After an epoch's last step comes one of the next epoch."""
+        """Return the epoch of a step. The step after an epoch's last one belongs to the next epoch."""
         return epoch_after(self.state(step))
 
     def load(self, state: dict[str, Any], step: int, rank: int, num_replicas: int) -> None:
-        """Take another replica's position before a step, in which this one may have been given a batch already.
+        """Take over another replica's position before a step, even if this replica already has a batch of the step.
 
         Args:
-            state: What ``state`` returned there.
+            state: What ``state`` returned on the other replica.
             step: The step.
-            rank: One of those that take part in it.
-            num_replicas: How many take part.
+            rank: The rank of any replica that takes part in the step: this replica's batch does not count.
+            num_replicas: How many replicas take part.
 
         Raises:
             StateError: The state is of another loader.
         """
         was_given = self._step == step
         self._state, self._step = state, None
-        if was_given:  # from where this replica stood: go with the others
+        if was_given:  # it followed from the old position: take the batch that follows from the new one
             self.batch(step, rank, num_replicas)
 
     def numbers(self, step: int) -> tuple[int, int]:
-        """Return two numbers of 60 bits, which are the same on all replicas: of the loader, of the place before a step.
+        """Return two fingerprints of 60 bits, equal on all replicas: of the loader, and of the position before a step.
 
         Args:
             step: The step.
         """
         state = self.state(step)
         states = {name: kept for name, kept in from_text(state["states"]).items() if name != "streams"}
-        place = [state[name] for name in ("epoch", "seed", "taken", "turn")]
-        return number_of([self._loader_number, state["loader"]]), number_of([place, states])
+        position = [state[name] for name in ("epoch", "seed", "taken", "turn")]
+        return number_of([self._loader_number, state["loader"]]), number_of([position, states])
 
     def _patch(self, rank: int, num_replicas: int) -> PatchedLoader[T]:
-        with unwatched():  # the process group, if there is one, is a part of the replicas
+        with unwatched():  # the process group, if there is one, has only a part of the replicas
             return patch_dataloader_to_ddp(self._loader, **self._options, rank=rank, num_replicas=num_replicas)
 
     def _begin(self, rank: int, num_replicas: int) -> tuple[T, torch.Tensor]:
-        """Share what is left at the position, and return the first batch."""
+        """Share the rest of the epoch from the position on, and return the first batch."""
         self._ahead = None
         self._steps = iter(())  # ends the workers
         self._patched, self._taken = self._patch(rank, num_replicas), 0
         restore_loader(self._patched, self._state)
         self._steps = iter_with_weights(self._patched)
         first = next(self._steps, None)
-        if first is None:  # what is left is less than a step of so many: begin the next epoch
+        if first is None:  # the rest is less than one step of so many replicas: begin the next epoch
             self._steps = iter_with_weights(self._patched)
             first = next(self._steps, None)
         if first is None:
@@ -191,11 +193,11 @@ class ElasticLoader(Generic[T]):
 
 
 def _number_of_loader(facts: LoaderFacts[Any]) -> int:
-    """Return a number of what a loader is, the order of its first items, and the samples that its dataset holds."""
+    """Return a fingerprint of a loader: of its facts, its first items in order, and its dataset's samples."""
     stream, first = facts.stream, list[Any]()
-    # No copy can be drawn of an iterable dataset, or of a generator.
+    # The items of an iterable dataset or of a generator are not compared: they cannot be drawn from a copy.
     with suppress(Exception), look(seed=0), copy_to_draw(stream.source, facts.dataset) as drawn:
-        for generator in random_generators(nested_samplers(drawn)):  # where these stand is a matter of the position
+        for generator in random_generators(nested_samplers(drawn)):  # the position has their states
             set_generator_state(generator, seeded_anew(generator, None))
         items = order_of(drawn, epoch=0).items() if has_order(drawn) else start_iterating(drawn)
         first = list(map(copy_item, islice(items, _COMPARED)))

@@ -1,7 +1,7 @@
 """The errors and warnings of ddp_patch.
 
-``docs/errors.md`` has a section for each: what it means, an example, the usual causes and what to do. Every text ends
-with the command that shows that section.
+``docs/errors.md`` has a section for each error and warning: its meaning, an example, its usual causes and what to do.
+The text of an error ends with the command that shows its section.
 
 ::
 
@@ -9,8 +9,8 @@ with the command that shows that section.
     └── DDPPatchError                    every error of this package
         ├── InvalidOptionError           also a ValueError: an option does not exist or does not fit
         ├── UnsupportedLoaderError       also a TypeError: the loader cannot be sharded correctly
-        ├── NotALoaderError              also a TypeError: something is not a DataLoader
-        ├── WorldError                   also a RuntimeError: it is unclear which rank of how many this is
+        ├── NotALoaderError              also a TypeError: an object is not a DataLoader
+        ├── WorldError                   also a RuntimeError: this process's rank, or the number of ranks, is unclear
         │   └── MissingRanksError        a rank did not arrive in time, or is gone
         ├── RankMismatchError            also a RuntimeError: the ranks' loaders, options, passes or data differ
         ├── AlreadyPatchedError          also a RuntimeError: the loader is sharded for another world
@@ -23,17 +23,18 @@ with the command that shows that section.
         ├── OutputsError                 also a ValueError: the outputs do not fit the loader
         ├── StreamLengthError            also a RuntimeError: a pass ended elsewhere than it should
         ├── RanksFailedError             also a RuntimeError: a rank of ``run_ranks`` did not return
-        └── TorchVersionError            also an ImportError: this torch lacks something
+        └── TorchVersionError            also an ImportError: the installed torch lacks something
     UserWarning
     └── DDPPatchWarning                  every warning of this package
         ├── AssumedShardedWarning        a map-style dataset with a rank in it counts as sharded
         ├── CannotResumeWarning          a checkpoint is saved without a loader's position
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
-        ├── PartsWarning                 parts of the data have samples in common, or one order in all epochs
-        ├── PartialPassWarning           other ranks have not begun a pass that this one was given whole
+        ├── PartsWarning                 parts of the data have samples in common, or the same order in every epoch
+        ├── PartialPassWarning           other ranks have not begun a pass that this rank has finished
+        ├── RankMismatchWarning          the ranks' data differ, perhaps harmlessly
         ├── StreamLengthWarning          a len() is wrong: a sampler's, or a loader's after the patch
         ├── StreamOrderWarning           the ranks cannot compare in which order they read
-        └── UnpatchedLoaderWarning       a loader is iterated itself, and not its patched copy
+        └── UnpatchedLoaderWarning       a loader is iterated in place of its patched copy
 """
 
 import re
@@ -77,10 +78,10 @@ __all__ = [
 
 
 class _HasSection:
-    """Ends the text of an error or warning with the command that shows its section of ``docs/errors.md``.
+    """A base class that ends an error's text with the command that shows the error's section of ``docs/errors.md``.
 
-    The line is added when the text is shown, so pickling carries the bare message. torch makes a worker's error anew
-    from its shown text, which then has the line already.
+    ``__str__`` adds the line, so a pickled error has the bare message. torch builds a worker's error anew from its
+    shown text, which has the line already.
     """
 
     def __str__(self) -> str:
@@ -91,13 +92,13 @@ class _HasSection:
 
     @classmethod
     def _section(cls) -> str:
-        """Return the line; a class that is derived elsewhere has its parent's section."""
+        """Return the line with the command; a subclass in another module has its parent's section."""
         name = next(parent.__name__ for parent in cls.__mro__ if parent.__module__ == __name__)
         return f"Causes and remedies: python -m ddp_patch explain {name}"
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's text without the line that names the command, for a text that quotes it.
+    """Return an error's text without the line that names the command, to quote the text in another one.
 
     >>> message_of(WorldError("Two ranks say that they are rank 1.")), message_of(KeyError("a"))
     ('Two ranks say that they are rank 1.', "'a'")
@@ -109,13 +110,13 @@ def message_of(error: BaseException) -> str:
 
 
 def explain(names: Sequence[str]) -> None:
-    """Print what the page of errors says of one: what it means, its usual causes and what to do.
+    """Print the section of ``docs/errors.md`` about one error or warning.
 
     Args:
-        names: The arguments of ``ddp-patch explain``; it exits with 2 unless they are the name of one error or warning.
+        names: The arguments of ``ddp-patch explain``: the name of one error or warning. Other arguments exit with 2.
     """
     package = Path(__file__).parent
-    # The wheel has it inside, a checkout beside.
+    # A wheel has the page in the package, a checkout in docs/.
     page = next(path for path in (package / "errors.md", package.parent / "docs" / "errors.md") if path.exists())
     _, *sections = re.split(r"^### ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     by_name = {section.partition("\n")[0]: re.split(r"^## ", section, flags=re.MULTILINE)[0] for section in sections}
@@ -135,7 +136,7 @@ def explain(names: Sequence[str]) -> None:
 
 
 def _plain(section: str) -> str:
-    """Return a section of the page as a terminal shows it: code is indented, a row of a table is a point of a list."""
+    """Return a section as plain text: code is indented, and a row of a table becomes a point of a list."""
     parts = re.split(r"^```\w*\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)  # prose and code in turn
     parts[1::2] = [textwrap.indent(code.rstrip(), "    ") for code in parts[1::2]]
     for place, prose in enumerate(parts[::2]):
@@ -159,7 +160,7 @@ class InvalidOptionError(DDPPatchError, ValueError):
 
 
 class NotALoaderError(DDPPatchError, TypeError):
-    """Something is not a ``torch.utils.data.DataLoader``, where one is needed."""
+    """An object is not a ``torch.utils.data.DataLoader``, where a loader is needed."""
 
 
 class UnsupportedLoaderError(DDPPatchError, TypeError):
@@ -171,7 +172,7 @@ class NoStepsError(DDPPatchError, ValueError):
 
 
 class WorldError(DDPPatchError, RuntimeError):
-    """It is unclear which rank of how many this process is."""
+    """The rank of this process, or the number of ranks, is unclear."""
 
 
 class MissingRanksError(WorldError):
@@ -195,11 +196,11 @@ class AuditError(DDPPatchError, AssertionError):
 
 
 class SamplerError(DDPPatchError, ValueError):
-    """A sampler of ``ddp_patch.samplers`` cannot use its arguments, or what it wraps."""
+    """A sampler of ``ddp_patch.samplers`` cannot use its arguments, or the sampler that it wraps."""
 
 
 class StateError(DDPPatchError, ValueError):
-    """A loader's state cannot be saved, or a saved one is damaged, too new or of another loader; or a pass failed."""
+    """A loader's state cannot be saved, or a saved state is damaged, too new or of another loader; or a pass failed."""
 
 
 class OutputsError(DDPPatchError, ValueError):
@@ -215,7 +216,7 @@ class RanksFailedError(DDPPatchError, RuntimeError):
 
 
 class ExhaustedSamplerError(DDPPatchError, RuntimeError):
-    """The sampler is an iterator, which can be used up only once, so a later epoch had no items."""
+    """The sampler is an iterator, which yields its items only once, so a later epoch has none."""
 
 
 class TorchVersionError(DDPPatchError, ImportError):
@@ -231,31 +232,31 @@ class AssumedShardedWarning(DDPPatchWarning):
 
 
 class CannotResumeWarning(DDPPatchWarning):
-    """A checkpoint is saved from which a loader cannot resume, because its position is not known."""
+    """A checkpoint is saved without a loader's position, so the loader cannot resume from it."""
 
 
 class StreamLengthWarning(DDPPatchWarning):
-    """A sampler's ``__len__``, or a loader's own, is wrong; or ranks that say so are sharded unequally."""
+    """The ``__len__`` of a sampler or loader is wrong; or a loader that was sharded already has unequal steps."""
 
 
 class StreamOrderWarning(DDPPatchWarning):
-    """Nothing is told of the items of an iterable dataset, so ranks cannot compare in which order they read it."""
+    """The items of an iterable dataset cannot be identified, so the ranks cannot compare the order of reading."""
 
 
 class RankMismatchWarning(DDPPatchWarning):
-    """The ranks' data or items differ in what harmless programs let differ, too: samples may be lost."""
+    """The ranks' data or items differ, but harmless programs differ so, too: samples may be lost."""
 
 
 class UnpatchedLoaderWarning(DDPPatchWarning):
-    """A loader of which a patched copy was returned is iterated itself, so this rank gets all of its data."""
+    """A loader is iterated in place of its patched copy, so this rank gets all of its data."""
 
 
 class PartsWarning(DDPPatchWarning):
-    """Ranks that have a part of the data each are given samples in common, or one order in all epochs."""
+    """The ranks' parts of the data have samples in common, or the same order in every epoch."""
 
 
 class PartialPassWarning(DDPPatchWarning):
-    """Other ranks have not begun a pass that this one was given whole, so it saw a part of the data."""
+    """Other ranks have not begun a pass that this rank has finished, so the program saw only a part of the data."""
 
 
 class NotDistributedWarning(DDPPatchWarning):

@@ -1,4 +1,4 @@
-"""What a patched loader has: its type, its position as a state, and the guard that finds loaders nobody patched."""
+"""The type and the methods of patched loaders, and the check that finds unpatched ones."""
 
 import warnings
 import weakref
@@ -43,30 +43,29 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class _TypeOfPatched(type):
-    """Has ``isinstance`` tell whether a loader is patched, whatever its class: a patched loader keeps the user's."""
+    """A metaclass whose ``isinstance`` says whether a loader is patched, because a patched loader keeps its class."""
 
     if not TYPE_CHECKING:  # type checkers narrow types by the usual ``isinstance`` alone
 
         def __instancecheck__(cls, instance):
             if cls is not PatchedLoader:
                 return super().__instancecheck__(instance)
-            # A loader around a wrapper that somebody made by hand cannot be told its epoch.
+            # A loader around a wrapper that the user made by hand has no set_epoch.
             is_loader = isinstance(instance, DataLoader) and callable(getattr(instance, "set_epoch", None))
             return is_loader and isinstance(sharded_by(instance), EpochSampler)
 
 
 class PatchedLoader(DataLoader[T_co], metaclass=_TypeOfPatched):
-    """A loader that this package has patched: a ``DataLoader`` that can be told its epoch.
+    """A loader that this package has patched: a ``DataLoader`` with ``set_epoch``.
 
-    It is a type for annotations. At run time a patched loader keeps the class of the loader that was given, and
-    ``isinstance(loader, PatchedLoader)`` tells whether it is patched. If your loader's class has attributes of its own,
-    ``assert isinstance(loader, YourLoader)`` shows them to a type checker, too.
+    This class is a type for annotations. At run time a patched loader has the class of the unpatched loader, and
+    ``isinstance(loader, PatchedLoader)`` says whether a loader is patched. If your loader's class has attributes of its
+    own, ``assert isinstance(loader, YourLoader)`` shows these attributes to a type checker.
 
-    Where there is only one process, ``patch_dataloader_to_ddp`` warns and returns the loader as it is, without
-    ``set_epoch``.
+    In a single process, ``patch_dataloader_to_ddp`` warns and returns the loader unchanged, without ``set_epoch``.
 
     Attributes:
-        sampler: What shards; its ``set_epoch`` is the loader's.
+        sampler: The sampler that shards; its ``set_epoch`` is the loader's.
 
     Examples:
         >>> from ddp_patch import patch_dataloader_to_ddp
@@ -80,40 +79,42 @@ class PatchedLoader(DataLoader[T_co], metaclass=_TypeOfPatched):
     # torch leaves the type of a sampler open.
     sampler: DistributedSampler[Any]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    if not TYPE_CHECKING:  # a class that cannot be made is none to narrow to
+    if not TYPE_CHECKING:  # type checkers narrow to no class that cannot be constructed
 
         def __new__(cls, *args, **options):
-            """Refuse to be made."""
+            """Raise a TypeError: the class is for annotations."""
             raise TypeError("PatchedLoader is a type for annotations. Call patch_dataloader_to_ddp(loader) to get one.")
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one. Calling it is optional: a pass is followed by the next epoch."""
+        """Make ``epoch`` the next epoch. The call is optional: each pass begins the next epoch by itself."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, by torch's Stateful protocol; see also ``loader_state``."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next pass resume where a state was taken; see also ``restore_loader``."""
+        """Make the next pass resume where a state was saved; see also ``restore_loader``."""
 
 
 _STATEFUL = ("state_dict", "load_state_dict")
 
 
 class OwnMethods:
-    """Methods of one patched loader. They are its attributes, because its class stays that of the given loader.
+    """The methods of one patched loader, stored as its attributes, because its class stays that of the unpatched one.
 
-    Its iterators count what they give. ``state_dict`` and ``load_state_dict`` save and restore its position. A deep
-    copy and a pickled one have methods of their own. A shallow copy has none, because it would get the iterators of the
-    original.
+    The loader's iterators count the batches that they yield. ``state_dict`` and ``load_state_dict`` save and restore
+    the loader's position. A deep copy of the loader and a pickled one have methods of their own. A shallow copy has
+    none, because it would get the iterators of the original.
 
     Args:
-        loader: The loader. It is not kept alive, because it holds this.
-        passes: The passes over it; None if something else has sharded it already.
-        repeated: Its one iterator for all epochs, if it has such.
-        batches_of: Makes of an iterator of its class the batches of a pass. Default: they are those of that iterator.
-        monitor: Compares the passes over a loader that is sharded already; None if ``passes`` has one, or nobody does.
-        data: Names the data, if a sampler shards them: its indices are compared, and not what batches hold.
+        loader: The loader. Only a weak reference is kept, because the loader refers to this object.
+        passes: The passes over the loader; None if something else shards the loader.
+        repeated: The loader's one iterator for all epochs, if it has one.
+        batches_of: Turns an iterator of the loader's class into the batches of a pass. Default: the iterator's own
+            batches.
+        monitor: Compares the passes over a loader that something else shards; None if ``passes`` compares them, or
+            nothing does.
+        data: A name of the data, if a sampler shards them: then the sampler's indices are compared, not the batches.
     """
 
     def __init__(
@@ -130,19 +131,18 @@ class OwnMethods:
         self._passes, self._monitor, self._data = passes, monitor, data
         self._repeated, self._batches_of = repeated, batches_of
         kind = type(loader)
-        # A loader that is copied in its own way is not counted here.
+        # The batches of a loader with its own way of copying are not counted.
         is_torchs = passes is not None and copies_plainly(kind)
-        # torchdata's counts what one rank has read: torch's iterators, and a position of ours, take its place.
+        # torchdata's loader counts the batches of one rank. Use torch's iterators and this package's position instead.
         self._kind = DataLoader if is_torchs and is_torchdatas(kind) else kind
         self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
-        # A loader with one iterator for all epochs takes them by itself.
         makes_own = repeated is not None or has_own_iterators(self._kind)
         self._is_torchs = is_torchs and not makes_own
         self._takes_notes = self._is_torchs and isinstance(loader.dataset, IterableDataset)
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
         if self._kind is kind:
             self._is_resumable = self._counts and in_order and not any(hasattr(loader, name) for name in _STATEFUL)
-        else:  # torchdata's own methods ask iterators of its own
+        else:  # torchdata's methods need torchdata's iterators
             self._is_resumable = self._counts
         self._attach(loader)
         if self._kind is not kind and (state := vars(loader).get(LOADED_STATE)) is not None:
@@ -163,7 +163,7 @@ class OwnMethods:
         """Return the loader.
 
         Raises:
-            UnsupportedLoaderError: It is gone, and a shallow copy of it or one of its methods is left.
+            UnsupportedLoaderError: The loader is gone, and only a shallow copy or one of its methods is left.
         """
         loader = self._loader()
         if loader is None:
@@ -174,7 +174,7 @@ class OwnMethods:
         return loader
 
     def make_iterator(self) -> Any:
-        """Return an iterator of the loader that counts the batches it gives."""
+        """Return an iterator of the loader that counts the batches that it yields."""
         loader, passes = self.loader(), self._passes
         with nullcontext() if passes is None else passes.iterator_context(loader):
             if self._repeated is not None:
@@ -184,7 +184,7 @@ class OwnMethods:
             counts = self._counts and (self._is_torchs or self._batches_of is not None)
             counting = nullcontext() if passes is None else passes.epochs.counting(counts)
             with counting, self._collating(loader), self._noting(loader) as noted:
-                # The class's method, because the loader's own attribute of that name is this one.
+                # Call the class's method: the loader's attribute of the same name is this method.
                 iterator = getattr(self._kind, MAKE_ITERATOR)(loader)
         is_torchs = isinstance(iterator, RunningLoader)
         if isinstance(iterator, CountedIterator) or not (is_torchs or self._batches_of is not None):
@@ -197,7 +197,7 @@ class OwnMethods:
         return iterator
 
     def _collating(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
-        """While entered, a new iterator's workers send small batches by value, each with what they note of it."""
+        """While entered, let a new iterator's workers send small batches by value, each with the worker's notes."""
         if self._passes is None or "collate_fn" not in vars(loader):
             return nullcontext()
         noted = self._passes.noting(loader.collate_fn) if self._takes_notes else loader.collate_fn
@@ -205,7 +205,7 @@ class OwnMethods:
 
     @contextmanager
     def _noting(self, loader: DataLoader[Any]) -> Iterator[NotedIndices | None]:
-        """While entered, a new iterator's indices are noted, if a sampler shards them; yield what does."""
+        """While entered, record the indices that a new iterator draws, if a sampler shards them; yield the recorder."""
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         if not self._data or name not in vars(loader):
             yield None
@@ -219,32 +219,32 @@ class OwnMethods:
             vars(loader)[name] = sampler
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position, or why it is not known: the checkpoint may never be restored."""
-        from ddp_patch.resume import state_on_this_rank, state_or_reason  # most trainings do not need them
+        """Return the loader's position; or a placeholder with the reason why there is none."""
+        from ddp_patch.resume import state_on_this_rank, state_or_reason  # most trainings do not need these
 
         loader = self.loader()
         if (trainer := lightning_trainer_that_saves()) is None:
             take = state_on_this_rank if self._kind is type(loader) else self._state_as_torchdatas
             return state_or_reason(loader, partial(take, loader))
-        # By itself Lightning begins the next epoch where one has ended. With the callback, it saves other states.
+        # Lightning itself begins the next epoch after one has ended. With the callback, it saves the callback's states.
         take = partial(self._state_for_lightning, loader)
         return state_or_reason(loader, take, warns=not any(map(saves_positions, trainer.callbacks)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next pass resume where a state was taken.
+        """Make the next pass resume where a state was saved.
 
-        Lengths stay those of whole epochs, because callers of this protocol count from the epoch's beginning.
+        ``len()`` stays that of a whole epoch, because callers of this protocol count from the epoch's beginning.
 
         Raises:
-            StateError: The state is damaged, newer than this package, of another loader, or none.
+            StateError: The state is damaged, newer than this package, of another loader, or a placeholder.
         """
-        from ddp_patch.resume import resume_loader  # as above
+        from ddp_patch.resume import resume_loader
 
         resume_loader(self.loader(), state_dict, counts_rest=False)
 
     def _state_as_torchdatas(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return the loader's state as torchdata has it: of the next epoch, once the loop has seen the end of one."""
-        from ddp_patch.resume import state_on_this_rank  # as above
+        """Return the loader's state as torchdata does: of the next epoch, once the loop has seen an epoch's end."""
+        from ddp_patch.resume import state_on_this_rank
 
         state, dataset, passes = state_on_this_rank(loader), loader.dataset, self._passes
         if passes is None:
@@ -265,12 +265,12 @@ class OwnMethods:
         )
 
     def _state_for_lightning(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Return the loader's state; refuse one within an epoch if there is no len(): Lightning is a batch ahead."""
-        from ddp_patch.resume import state_on_this_rank  # as above
+        """Return the loader's state; refuse a state within an epoch without len(), where Lightning is a batch ahead."""
+        from ddp_patch.resume import state_on_this_rank
 
         passes: Any = self._passes
         current: Any = None if passes is None else passes.epochs.running
-        counts_here = current is not None and self._kind is type(loader)  # torchdata's counted what it has given
+        counts_here = current is not None and self._kind is type(loader)  # torchdata's loader counts by itself
         is_within = counts_here and current.delivery.batches and current.delivery.state is not State.ENDED
         if is_within and items_left(passes, current.start) is None:
             raise StateError(
@@ -281,8 +281,8 @@ class OwnMethods:
         return begin_next_epoch(state_on_this_rank(loader))
 
     def copied(self) -> Any:
-        """Return what a copy of the loader has for attributes: deep copies then attach methods of their own."""
-        own: dict[str, Any] = {METHODS: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
+        """Return the attributes of a copy of the loader; a deep copy then attaches methods of its own."""
+        own: dict[str, Any] = {METHODS: self, RUNNING_ITERATOR: None}  # the workers stay with the loader
         if any(part is not None for part in (self._repeated, self._batches_of, self._monitor)):
             own[MAKE_ITERATOR] = _OfOriginal(self)
         return state_for_copies(self.loader(), **own)
@@ -296,12 +296,12 @@ class OwnMethods:
 
 
 def _begins_at_end(position: Position | None) -> bool:
-    """Return whether the next pass resumes after the last batch of its epoch, and gives none."""
+    """Return whether the next pass resumes after the last batch of its epoch, so it yields none."""
     return position is not None and position.is_ended
 
 
 class _OfOriginal:
-    """Stands in a shallow copy, of which no iterator can be made; a deep copy has its own method instead."""
+    """The iterator method of a shallow copy, which cannot be iterated; a deep copy has a method of its own."""
 
     def __init__(self, methods: OwnMethods) -> None:
         self._methods = methods
@@ -326,7 +326,7 @@ def check_loaders_is_patched(loaders: Loaders) -> bool:
         loaders: A loader, or a list, tuple or dict of loaders, nested as you like. None means no loader.
 
     Raises:
-        NotALoaderError: Something in it is not a loader, there is no loader at all, or a list or dict is empty.
+        NotALoaderError: ``loaders`` has something that is not a loader, no loader at all, or an empty list or dict.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -340,14 +340,14 @@ def check_loaders_is_patched(loaders: Loaders) -> bool:
 
 
 def assert_loaders_patched(loaders: Loaders) -> None:
-    """Raise unless every loader is sharded; the error names those that are not.
+    """Raise an error unless every loader is sharded; the error names the unsharded loaders.
 
     Args:
         loaders: A loader, or a list, tuple or dict of loaders, nested as you like. None means no loader.
 
     Raises:
         NotPatchedError: At least one loader is not sharded. It is also an ``AssertionError``.
-        NotALoaderError: Something in it is not a loader, there is no loader at all, or a list or dict is empty.
+        NotALoaderError: ``loaders`` has something that is not a loader, no loader at all, or an empty list or dict.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -371,7 +371,7 @@ loaders['val'][1]. Pass each through patch_dataloader_to_ddp() on every rank.
 
 
 def _loaders(given: Loaders) -> list[tuple[str, DataLoader[Any]]]:
-    """Return every loader, after the code that gets it, such as ``loaders['val'][1]``."""
+    """Return every loader, each after the code that gets it, such as ``loaders['val'][1]``."""
     leaves = [(place_of(path), leaf) for path, leaf in nested(given)]
     for place, leaf in leaves:
         if is_empty(leaf):

@@ -14,10 +14,10 @@ Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches", "by_worker"]
 
-# A function returns what identifies a dataset.
+# A function of the dataset returns what identifies its data.
 Fingerprint: TypeAlias = Literal["auto"] | Callable[[Any], object] | None
 
-# From the resolution of torch's stores to some years.
+# The shortest timeout is the resolution of torch's stores, the longest some years.
 _TIMEOUTS_S = (0.001, 1e8)
 
 # The options that are chosen from a list; ``patch_dataloader_to_ddp`` says what each choice does.
@@ -33,10 +33,10 @@ class Options:
     Attributes:
         cost: What items cost, if steps are balanced.
         fingerprint: What identifies the data.
-        timeout: How many seconds ranks wait for each other; may be given as a ``timedelta``.
+        timeout: How many seconds ranks wait for each other; a ``timedelta`` is converted.
 
     Raises:
-        InvalidOptionError: An option has a value that it does not take, or two exclude each other.
+        InvalidOptionError: An option has a value that it does not take, or two options exclude each other.
     """
 
     share: Share = "auto"
@@ -86,13 +86,13 @@ class Options:
                 f"timeout={self.timeout!r} must be between {_TIMEOUTS_S[0]:g} and {_TIMEOUTS_S[1]:g} seconds: ranks "
                 "wait that long for each other. Pass a number of seconds, or a timedelta."
             )
-        # Each in one form, whichever the user gave it in.
+        # Store each option in one form, whatever form the user chose.
         for name, value in {"cost": cost, "seed": seed, "timeout": timeout}.items():
             object.__setattr__(self, name, value)
 
     @property
     def costs(self) -> Cost | None:
-        """``cost``, which is checked by now."""
+        """``cost`` after the checks."""
         return cast("Cost | None", self.cost)
 
     @property
@@ -112,7 +112,7 @@ class Options:
 
 
 def check_choice(name: str, value: object) -> None:
-    """Raise InvalidOptionError unless an option that is chosen from a list has one of these values."""
+    """Raise InvalidOptionError unless the value is one of the option's choices."""
     choices = _CHOICES[name]
     if not (isinstance(value, str) and value in choices):
         raise InvalidOptionError(

@@ -1,4 +1,4 @@
-"""Patch one loader, several, or all that a call is given: look at it, agree with the other ranks, rebuild it."""
+"""Patch one or several loaders: read their facts, agree with the other ranks, return sharded copies."""
 
 import logging
 import os
@@ -69,7 +69,7 @@ N = TypeVar("N", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 
 
 class _NamedTuple(Protocol):
-    """A named tuple, which keeps its names."""
+    """A named tuple, for type checkers."""
 
     def _asdict(self) -> dict[str, Any]: ...
 
@@ -125,87 +125,91 @@ def patch_dataloader_to_ddp(
     A sampler is sharded sample by sample, and an iterable dataset item by item. A batch sampler of your own is sharded
     in whole batches. ``share`` changes that.
 
-    After this call, ranks meet only in ``restore_loader``, in gathering and in weighing by ``weight_of``; and in steps
-    with ``share="by_worker"``. Else they compare, through the process group's store, their passes over all loaders:
-    epochs, numbers of batches, and what they drew. They wait for that only at the end of a stream of unknown length
-    (3 s, or two steps if these take longer), and of a pass that others have not begun (10 s for each loader).
+    After this call, ranks synchronise only in ``restore_loader``, in gathering, in weighing by ``weight_of``, and in
+    steps with ``share="by_worker"``. Through the process group's store, the ranks also compare their passes over all
+    loaders: epochs, numbers of batches, and drawn items. A rank waits for the comparison only at the end of a stream of
+    unknown length (3 s, or two steps if these take longer), and at the end of a pass that other ranks have not begun
+    (10 s for each loader).
 
     Args:
-        loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which
-            the ranks synchronise only once; unless each can be patched, none is. A loader that appears several times
-            is patched once, and None stays None. What you pass still gives all data. Iterated in place of the result,
-            on several ranks, it warns of that once.
-        share: What a rank takes at a time. With ``"samples"``, each rank makes its own batches of every
-            num_replicas-th sample. With ``"batches"``, it takes whole batches as the unpatched loader makes them, so
-            groups that a sampler puts into one batch stay together. ``"auto"`` takes whole batches of a batch sampler
-            that is not torch's own, and of samplers that are known to arrange such groups (pytorch-metric-learning's
+        loader: A finished loader, or a list, tuple (also named) or dict of loaders, nested as you like. The ranks
+            synchronise once for all loaders. If one loader cannot be patched, none is. A loader that appears several
+            times is patched once, and None stays None. The loader that you pass still yields all data. On several
+            ranks, it warns once if it is iterated in place of the patched copy.
+        share: What a rank takes at a time. With ``"samples"``, each rank makes its own batches of every num_replicas-th
+            sample. With ``"batches"``, each rank takes whole batches as the unpatched loader makes them, so groups that
+            a sampler puts into one batch stay together. ``"auto"`` takes whole batches of a batch sampler that is not
+            torch's own, and of samplers that are known to arrange such groups (pytorch-metric-learning's
             ``MPerClassSampler``, trl's ``RepeatSampler``); otherwise samples. With ``batch_size=None``, items are
             sharded as they are. With ``"within_batches"``, each batch of one process is divided over the ranks: rank r
-            takes its items r, r + num_replicas, ..., and at least one.
-            ``iter_with_weights`` says which of them count. ``len(loader)`` is then that of one process. Every rank
-            reads the whole of an iterable dataset, as one process with the same workers does, and keeps its share of
-            each worker's part. With ``"by_worker"``, the dataset splits itself by ``get_worker_info()``, for which it
-            asks by its first item, and which counts all ranks' workers as one loader's, so nothing is read twice. Ranks
-            that have batches left give some to those that have none, so that all make the same number of steps.
+            takes the batch's items r, r + num_replicas, ..., and at least one. ``iter_with_weights`` says which of
+            these items count. ``len(loader)`` is then the length in one process. Every rank reads the whole of an
+            iterable dataset, as one process with the same workers does, and keeps its share of each worker's part. With
+            ``"by_worker"``, the dataset splits itself by ``get_worker_info()``, which it must call before its first
+            item. The info counts the workers of all ranks as the workers of one loader, so nothing is read twice. Ranks
+            that have batches left give some to ranks that have none, so that all make the same number of steps.
             ``uneven`` says what happens to the last batches. Every pass then needs all ranks. In an explicit world,
-            ``uneven`` must be ``"keep"``, and steps are unequal. Any other dataset is shared as with ``"auto"``.
+            ``uneven`` must be ``"keep"``, and steps are unequal. A dataset that is not iterable is shared as with
+            ``"auto"``.
         uneven: What to do with the last round if the ranks do not divide the samples evenly. ``"pad"`` repeats the
             first samples (equal steps, nothing lost). ``"drop"`` leaves the round out (equal steps, nothing repeated).
             ``"keep"`` gives some ranks one item less (nothing lost or repeated, but steps may differ by one).
         seed: A whole number of at least 0, the same on every rank. By default each loader gets its own seed, which is
-            the same on every rank. It follows from rank 0's ``torch.initial_seed()`` and from how many such loaders
-            were patched before. In a ``process_group`` of only some ranks it follows from 0 instead, and in an
-            explicit world it is 0. Restoring a state replaces the default by the state's seed. Each epoch's order
-            follows from (seed, epoch), whatever the ranks' own seeds. A ``torch.Generator`` of the loader, and any
-            generator of its samplers, gets rank 0's state once; from then on it draws what it would in one process.
+            the same on every rank. The default follows from rank 0's ``torch.initial_seed()`` and from how many loaders
+            like this one were patched before. In a ``process_group`` of only some ranks, 0 replaces
+            ``torch.initial_seed()``. In an explicit world, the default is 0. Restoring a state replaces the default by
+            the state's seed. Each epoch's order follows from (seed, epoch), whatever the ranks' own seeds. If the
+            loader or a sampler has a random generator, all ranks use the state of rank 0's: the first epoch draws from
+            exactly this state, as one process does, and a later epoch from this state and its number.
         cost: What items cost, in any unit, such as tokens. Each step then costs about the same on all ranks. Pass one
-            number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function of
-            an index; or a ``Cost`` of either, which says how a batch's
-            cost follows. Every rank calls the function for the samples of all ranks, so it should be quick. It must
-            return the same for an item on every rank, in every call and after a restart; otherwise samples are lost.
-            The items of each window are balanced over ranks and steps, each exactly once, and the steps come in a
-            random order. Which samples share a batch then depends on the number of ranks. Whole batches stay whole.
+            number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function of an
+            index; or a ``Cost`` of either, which says how a batch's cost follows. Every rank calls the function for the
+            samples of all ranks, so it should be quick. The function must return the same cost for an item on every
+            rank, in every call and after a restart; otherwise samples are lost. The items of each window are balanced
+            over ranks and steps, each exactly once, and the steps come in a random order. Which samples share a batch
+            then depends on the number of ranks. Whole batches stay whole.
         device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
             ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in tensor, context or pipeline parallelism get
-            the same batches. A dimension with an unusual name is an error; then pass the sub-mesh of all that shard,
-            such as ``mesh["node", "part"]``.
-        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
-            run of them, at most one item longer than another rank's. Then each rank draws all of an epoch at its
-            beginning.
-        fingerprint: What identifies the data, so that ranks know that they have the same. ``"auto"`` compares data in
-            memory that have one element for each sample. A function of ``loader.dataset`` returns it otherwise: texts,
-            numbers, bytes, paths, arrays, or lists of these, such as ``lambda dataset: dataset.version``. Ranks compare
-            it at the patch, and whenever a pass begins, so it should be quick. None compares no data.
+            the same batches. A dimension with an unusual name is an error; then pass the sub-mesh of all dimensions
+            that shard, such as ``mesh["node", "part"]``.
+        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives rank r the
+            r-th run of consecutive items, at most one item longer than another rank's run. Each rank then draws a whole
+            epoch at its beginning.
+        fingerprint: What identifies the data, so that ranks know that they have the same data. ``"auto"`` compares data
+            in memory that have one element for each sample. For other data, pass a function of ``loader.dataset``, such
+            as ``lambda dataset: dataset.version``, that returns texts, numbers, bytes, paths, arrays, or lists of
+            these. Ranks compare its result at the patch, and whenever a pass begins, so the function should be quick.
+            None compares no data.
         process_group: The group whose ranks shard the data. Default: all ranks.
-        rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
-            other.
+        rank: This rank, in ``range(num_replicas)``. Passing it makes an explicit world, in which ranks never wait for
+            each other.
         num_replicas: The number of ranks of an explicit world.
         timeout: How long the ranks wait for each other, now and later: seconds, or a ``timedelta``.
-        unknown: None: another keyword is a ``TypeError`` that says what was probably meant.
+        unknown: No other keyword exists. A ``TypeError`` says which keyword was probably meant.
 
     Returns:
-        A loader of the same class; for several, the same lists, tuples and dicts with such loaders in them. A log line
-        at INFO (logger ``ddp_patch``) says what this rank gets: ``shard 1 of 8, samples, 782 steps of 8``. It is
-        printed with ``DDP_PATCH_LOG=1`` in the environment, and ``print(loader.sampler)`` says much the same. A loader
-        that is already sharded is not sharded again: by any other ``DistributedSampler``, or by a sampler or dataset
-        that stores a rank and a number of ranks or says ``is_ddp_aware = True``. If the ranks can compare its passes, a
-        copy is returned that does so, otherwise ``loader`` itself. Returns ``loader`` itself, too, if this function
-        sharded it, and, with a ``NotDistributedWarning``, if there is only one process.
+        A loader of the same class; for several loaders, the same lists, tuples and dicts with patched loaders in them.
+        A log line at INFO (logger ``ddp_patch``) says what this rank gets: ``shard 1 of 8, samples, 782 steps of 8``.
+        ``DDP_PATCH_LOG=1`` in the environment prints this line, and ``print(loader.sampler)`` prints much the same. A
+        loader is not sharded again if another ``DistributedSampler`` shards it, or a sampler or dataset that stores a
+        rank and a number of ranks or says ``is_ddp_aware = True``. If the ranks can compare the passes over such a
+        loader, a copy that compares them is returned, otherwise ``loader`` itself. ``loader`` itself is also returned
+        if this function has sharded it before, and, with a ``NotDistributedWarning``, if there is only one process.
 
     Raises:
-        NotALoaderError: ``loader`` is not a DataLoader, or one of several is none, or their lists or dicts cannot be
-            copied.
+        NotALoaderError: ``loader``, or one of several loaders, is not a DataLoader; or the lists or dicts of loaders
+            cannot be copied.
         InvalidOptionError: An option has a value that it does not take, or does not work with this loader.
-        NoStepsError: A rank would make no step in an epoch, and one process would make some. If the length is not
-            known yet, iterating raises it.
+        NoStepsError: A rank would make no step in an epoch in which one process makes some. If the length is not known
+            yet, iterating raises the error.
         WorldError: The environment announces several ranks but there is no process group; this process is not in
             ``process_group``; or ``num_replicas`` is larger than the process group.
         AlreadyPatchedError: The loader was sharded for another world.
         UnsupportedLoaderError: The loader cannot be sharded correctly.
-        RankMismatchError: The ranks' loaders or options differ, or the keys of a dict, or their order; every rank
-            raises it. Or their datasets hold different samples, or the shards that a loader has already have samples in
-            common. Also while iterating: the ranks make different passes, draw different orders, or change their data
-            differently. Also in an explicit world: too many ranks take the same share.
+        RankMismatchError: The ranks' loaders, options or datasets differ, or the keys of a dict, or their order; or the
+            shards of a loader that is sharded already have samples in common. Every rank raises this error. While
+            iterating: the ranks make different passes, draw different orders, or change their data differently. In an
+            explicit world: too many ranks take the same share.
         MissingRanksError: A rank did not arrive in time.
 
     Examples:
@@ -239,7 +243,7 @@ def patch_dataloader_to_ddp(
 
 
 def _is_used(passes: Passes[Any]) -> bool:
-    """Return whether a patched loader was iterated, or told an epoch."""
+    """Return whether a patched loader was iterated, or its ``set_epoch`` called."""
     return passes.epochs.latest is not None or passes.epochs.counter.current > 0
 
 
@@ -251,16 +255,16 @@ def patch_each(
     nest: str = ONE,
     place_share: Callable[..., L] = copy_loader,
 ) -> list[L]:
-    """Shard several loaders, or return them as they are if there is only one process.
+    """Shard several loaders, or return the loaders unchanged if there is only one process.
 
-    The ranks synchronise once for all loaders. Unless each can be patched, none is.
+    The ranks synchronise once for all loaders. If one loader cannot be patched, none is.
 
     Args:
         operation: What the user called, for errors.
         loaders: The loaders, by the names that errors use; a single loader has an empty name.
         world: The ranks; None if there is only one process.
-        choose: Checks the options, which are the same for all.
-        nest: A description of the loaders, the same on every rank.
+        choose: Returns the options, checked; they are the same for all loaders.
+        nest: The structure of the nested loaders, in words, the same on every rank.
         place_share: Puts a share into a copy of the loader, or with ``change_loader`` into the loader itself.
     """
     _print_log_if_asked()
@@ -291,7 +295,7 @@ def patch_each(
 
 
 def _print_log_if_asked() -> None:
-    """Let the log's lines be seen with ``DDP_PATCH_LOG=1``, also in a script that has not set up logging."""
+    """Print the log's lines if ``DDP_PATCH_LOG`` is 1, also in a script that has not set up logging."""
     if os.environ.get("DDP_PATCH_LOG") == "1":
         logger.setLevel(logging.INFO)
         if not logger.hasHandlers():
@@ -325,7 +329,7 @@ def _unshared(operation: str, loaders: Mapping[str, L]) -> list[L]:
 
 def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World) -> Subject:
     if facts.sharded_by is not None:
-        # Ranks of an explicit world compare nothing, and of a patched loader they have compared all.
+        # Ranks of an explicit world cannot compare. A patched loader was compared when it was patched.
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
         claim = None if is_believed else claim_of(facts)
         compared, columns = _data_compared(facts, options, world) if claim is not None else ({}, ())
@@ -340,7 +344,7 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
 def _data_compared(
     facts: LoaderFacts[Any], options: Options, world: World
 ) -> tuple[Mapping[str, object], Sequence[Column]]:
-    """Return by what ranks know at the patch that their data are the same: what the user says, or columns."""
+    """Return what ranks compare of their data at the patch: the user's fingerprint, or columns."""
     if world.share_of_rank is None or not facts.has_all_data:
         return {}, ()
     if callable(options.fingerprint):
@@ -348,16 +352,17 @@ def _data_compared(
     return {}, facts.stream.columns if options.fingerprint == "auto" else ()
 
 
-def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
+def _shard(facts: LoaderFacts[L], agreed: Agreed, place_share: Callable[..., L]) -> L:
     """Return a loader with its sampler or dataset sharded and its workers seeded by rank.
 
     Args:
         facts: The loader to shard.
         agreed: What the ranks agreed on.
-        place: Places what shards into a copy of the loader (``copy_loader``) or into itself (``change_loader``).
+        place_share: Puts a share into a copy of the loader (``copy_loader``), or into the loader itself
+            (``change_loader``).
     """
     share_of = _iterable_share if facts.unit is ShardedUnit.ITERABLE else _sampler_share
-    # Where batches are divided, each may have padding, which repeats another rank's samples.
+    # Divided batches are not compared: any batch may have padding, which repeats another rank's samples.
     has_indices = facts.unit is not ShardedUnit.ITERABLE and not agreed.options.divides_batches
     if has_indices and (held := next(streams_in(facts.dataset), None)) is not None:
         agreed = replace(agreed, why_in_common=partial(_why_samples_are_the_same, *held))
@@ -365,16 +370,16 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.rank_passes.epochs.counter)
-    patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
+    patched = place_share(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
     gather_in_accelerate(_gathered_for_metrics)
     if facts.repeater is None:
         OwnMethods(patched, sharded.rank_passes, batches_of=_even_steps(facts, sharded))
     else:
-        # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
+        # A loader with one iterator for all epochs gets another one, which goes through the sharded epochs.
         repeated = RepeatedPasses(patched, sharded.rank_passes, new)
         vars(patched).update(dict.fromkeys(facts.running, repeated))
         OwnMethods(patched, sharded.rank_passes, repeated=repeated)
-    # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
+    # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own method may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
     if facts.unit is not ShardedUnit.ITERABLE:
@@ -383,7 +388,7 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
 
 
 def _warn_of_own_length(loader: DataLoader[Any]) -> None:
-    """Warn if a loader's class computes a length of its own that is not that of its share."""
+    """Warn if a loader's class computes a length of its own that differs from the length of its share."""
     says, has = length_of(loader, ()), length_of(iterated_by(loader), ())
     if None not in {says, has} and says != has:
         name = type(loader).__name__
@@ -397,8 +402,8 @@ def _warn_of_own_length(loader: DataLoader[Any]) -> None:
 
 
 def _gathered_for_metrics(loaders: Sequence[DataLoader[Any]], outputs: Any, usual: Callable[[], Any]) -> Any:
-    """Gather as accelerate does, or the step of the patched loader that is iterated, whose padding only we know."""
-    # Not imported before, because the first patch does without it.
+    """Gather as accelerate does; for a patched loader by ``gather_step``, which knows the padding."""
+    # Imported late, because the first patch does not need it.
     from ddp_patch.evaluation.gather import gather_step, is_in_a_step
 
     iterated = [loader for loader in loaders if is_in_a_step(loader)]
@@ -412,16 +417,16 @@ def _gathered_for_metrics(loaders: Sequence[DataLoader[Any]], outputs: Any, usua
     return gather_step(outputs, iterated[0])
 
 
-def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> L:
-    """Return a copy of a loader that is sharded already, whose passes are compared with the other ranks'.
+def _watched(facts: LoaderFacts[L], agreed: Agreed, place_share: Callable[..., L]) -> L:
+    """Return a copy of a loader that is sharded already; the copy compares its passes with the other ranks'.
 
-    Where there are none, or its iterators are not torch's, it is the loader itself. Other attributes than the method
-    that makes its iterators stay the same.
+    Return the loader itself if there is no other rank, or if its iterators are not torch's. The copy differs from the
+    loader only in the method that makes iterators.
 
     Args:
         facts: The loader.
         agreed: What the ranks agreed on.
-        place: As in ``_shard``.
+        place_share: As in ``_shard``.
     """
     loader, kind, by = facts.loader, type(facts.loader), facts.sharded_by
     is_compared = isinstance(by, EpochSampler) or METHODS in vars(loader)
@@ -454,7 +459,7 @@ def _watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L]) -> 
             shuffles=knows_all and shuffles,
             workers=max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1,
         )
-    clone = place(loader)
+    clone = place_share(loader)
     monitor = PassMonitor(claims, rules, parts)
     OwnMethods(clone, None, monitor=monitor, data=data_of(facts.dataset) if knows_all else "")
     return clone
@@ -486,7 +491,7 @@ def _why_parts_overlap(name: str) -> str:
 
 
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
-    """Return the sampler of this rank's share, and the loader's attributes that hold it."""
+    """Return the sampler of this rank's share, and the loader's new attributes."""
     if facts.unit is ShardedUnit.BATCH:
         batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed, LoaderUse.of(facts))
         # Nothing draws from loader.sampler, but frameworks look for a DistributedSampler there, users for set_epoch.
@@ -495,25 +500,25 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
     if facts.unit is ShardedUnit.UNBATCHED:
         return sharded, {"sampler": sharded}
     batch_sampler: Any = BatchSampler(sharded, cast(int, facts.batch_size), facts.drop_last)
-    # accelerate's skip_first_batches keeps only the batch sampler, so that must take epochs too.
+    # accelerate's skip_first_batches keeps only the batch sampler, so the batch sampler needs set_epoch, too.
     batch_sampler.set_epoch = sharded.set_epoch
     new = {"sampler": sharded, "batch_sampler": batch_sampler}
     return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
 
 
 def _even_steps(facts: LoaderFacts[Any], sharded: Any) -> BatchesOf | None:
-    """Return what makes equally many steps of ranks that read unequally much; None if they read alike."""
+    """Return a function that gives all ranks equally many steps; None if all ranks read equally much."""
     world, options = sharded.agreed.world, sharded.agreed.options
     is_split = facts.unit is ShardedUnit.ITERABLE and options.by_worker
     if not is_split or world.share_of_rank is None or world.num_replicas == 1:
         return None
-    from ddp_patch.streams.even_steps import even_batches  # most loaders do not need it
+    from ddp_patch.streams.even_steps import even_batches  # few loaders need it
 
     return partial(even_batches, sharded.rank_passes, facts.num_workers, type(facts.loader).__name__)
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
-    """Return the sampler that begins a sharded iterable dataset's epochs, and the attributes that hold both."""
+    """Return the sampler that begins the epochs of a sharded iterable dataset, and the loader's new attributes."""
     # Imported here, because most loaders do not need it.
     from ddp_patch.streams.dataset import begin_worker
     from ddp_patch.streams.stream_sampler import StreamSampler

@@ -1,14 +1,13 @@
-"""Which items of a stream are whose, which of them are padding, and which batch they are in: arithmetic on ranges.
+"""Arithmetic on ranges: which items of a stream a rank takes, which of them are padding, which batch has an item.
 
-The ranks take a stream of n items in rounds of one item each, so rank r of R has the positions r, r + R, and so on;
-from position n on they are padding, which repeats the stream's first items and counts for nothing. A pass that begins
-where k items were taken shares the rest so: rank r has k + r, k + r + R, and so on, whoever took the first k. A batch
-is the next ``size`` positions of a rank's share, and workers that read a part each, which is a stream again, make
-batches in turn.
+The ranks take a stream of n items in rounds of one item each: rank r of R has the positions r, r + R, and so on.
+Positions from n on are padding, which repeats the stream's first items and counts for nothing. In a pass that begins
+after k items, rank r has the positions k + r, k + r + R, and so on, whichever ranks took the first k. A batch is the
+next ``size`` positions of a rank's share. If each worker reads a part of the stream, the workers make batches in turn.
 
-    Plan       whose positions are whose          4 ranks, 10 items: rank 3 has 3, 7, 11; 11 is padding
-    Batching   how many items a batch takes       2 of them: rank 3 makes [3, 7] and [11]
-    Schedule   all batches of a rank, in turn     the second has 1 sample, 0 real ones, and 2 real ones on all ranks
+    Plan       the positions of a rank            4 ranks, 10 items: rank 3 has 3, 7, 11; 11 is padding
+    Batching   how many items a batch takes       2 items: rank 3 makes [3, 7] and [11]
+    Schedule   all batches of a rank, in turn     the second has 1 sample: 0 real ones, and 2 real ones on all ranks
 """
 
 import sys
@@ -102,7 +101,7 @@ class Plan:
 
         Args:
             n: How many items the stream has.
-            taken: How many of them were taken before, by any ranks.
+            taken: How many items were taken before, by any ranks.
 
         Examples:
             >>> [list(Plan(rank, 2).share(7, taken=4)) for rank in range(2)]
@@ -119,12 +118,12 @@ class Plan:
     def own_and_repeated(self, n: int, taken: int = 0) -> tuple[range, range]:
         """Return the positions of this rank's own items, and of the items that its padding repeats.
 
-        Both are positions below n, where ``share(n, taken)`` gives padding as positions >= n.
+        Both are positions below n, although ``share(n, taken)`` has padding as positions >= n.
         """
         share, padding = self.share(n, taken), self.padding(n, taken)
         if not padding:
             return share, padding
-        # One offset fits all padding: it is shorter than the stream, or this rank has a single item of it.
+        # One offset fits all padding: the padding is shorter than the stream, or this rank has a single item of it.
         offset = padding.start // n * n
         return share[: len(share) - len(padding)], range(padding.start - offset, padding.stop - offset, padding.step)
 
@@ -141,7 +140,7 @@ class Plan:
         return own, repeated if own or repeated else range(min(n, 1))
 
     def slice_of_chunk(self, size: int) -> slice:
-        """Return where this rank's items lie in a chunk of the stream that begins with a round and has this size."""
+        """Return the slice of this rank's items in a chunk of this size, which begins with a round."""
         return slice(self.rank, self.total(size), self.num_replicas)
 
 
@@ -164,35 +163,36 @@ class Batching:
     def leaves_rank_without_step(self, plan: Plan, *lengths: int) -> bool:
         """Return whether a rank makes no step in an epoch in which one process makes some.
 
-        With ``uneven="keep"`` and no ``drop_last``, such a rank loses nothing: others have all items.
+        With ``uneven="keep"`` and no ``drop_last``, the answer is False: the other ranks have all items, so none is
+        lost.
 
         Args:
             plan: A rank's share.
-            lengths: How many items the epoch has, or each of the parts in which workers read it.
+            lengths: How many items the epoch has, or each worker's part of it.
         """
         if plan.uneven == "keep" and not self.drop_last:
             return False
         return any(map(self.count, lengths)) and not any(self.count(plan.smallest_share(n)) for n in lengths)
 
 
-# Each item is a step: it is a whole batch, or nobody is known to make batches of it.
+# Each item is a step: a whole batch, or an item that nothing is known to make batches of.
 ONE_PER_STEP = Batching(1, drop_last=False)
 
 
 def _size_of(item: object) -> int:
-    """Return how many samples an item of a stream has: a batch as many as it gives, a key one."""
-    if type(item) is list:  # most batches: don't ask what else it may be
+    """Return how many samples an item of a stream has: the length of a batch; 1 for a key."""
+    if type(item) is list:  # most batches are lists: skip the slower checks
         return len(item)
     try:
         if isinstance(item, Iterable) and not isinstance(item, Sized | Iterator):
             return sum(1 for _ in item)
         return len(item) if isinstance(item, Sized) else 1
-    except TypeError:  # as of a tensor without dimensions
+    except TypeError:  # a tensor without dimensions has no len()
         return 1
 
 
 class Sizes:
-    """The sizes of a stream's batches, in runs of equal ones.
+    """The sizes of a stream's batches, stored in runs of equal sizes.
 
     Examples:
         >>> sizes = Sizes()
@@ -217,7 +217,7 @@ class Sizes:
             self._ends.append(len(self) + batches)
 
     def recording(self, stream: Iterable[T]) -> Iterator[T]:
-        """Pass a stream's items on as they come, and add the size of each; a batch that is an iterator is read."""
+        """Yield a stream's items, and add the size of each; read a batch that is an iterator into a list."""
         for item in stream:
             own: Any = list(item) if isinstance(item, Iterator) else item
             self.add(_size_of(own))
@@ -231,11 +231,11 @@ class Sizes:
 
 
 def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
-    """Return how many of the first batches each of some workers has made that take turns.
+    """Return how many of the first batches each worker has made, if the workers take turns.
 
     Args:
-        most: How many each makes in all, from the one whose turn is first; None if that is not known.
-        batches: How many batches were made.
+        most: How many batches each worker makes in all, in the order of their turns; None for an unknown number.
+        batches: How many batches all workers have made.
 
     Examples:
         >>> made_in_turn([1, None, 3], 6)
@@ -246,7 +246,7 @@ def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
     def made_in(rounds: int) -> list[int]:
         return [min(own, rounds) for own in known]
 
-    # The most whole rounds that fit.
+    # How many whole rounds the batches contain.
     rounds = bisect_right(range(batches + 1), batches, key=lambda number: sum(made_in(number))) - 1
     made = made_in(rounds)
     over = batches - sum(made)
@@ -257,7 +257,7 @@ def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
 
 
 def turn_after(made: Sequence[int]) -> int:
-    """Return whose turn it is when some workers have made this many batches: the one after the last.
+    """Return which worker's turn is next, if each worker has made this many batches.
 
     Examples:
         >>> turn_after([3, 1, 3, 2]), turn_after([2, 2])
@@ -269,12 +269,12 @@ def turn_after(made: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one worker reads, or what is left of it.
+    """The part of a stream that one worker reads.
 
     Attributes:
         taken: How many items were taken before, by any ranks.
-        length: How many items all ranks share, those before included; None while nobody has found the end.
-        worker: Whose it is, by the number of the worker. A pass that resumes may begin with another one's turn.
+        length: How many items the part has, with the taken ones; None while the end is unknown.
+        worker: The number of the worker. A pass that resumes may begin with any worker's turn.
     """
 
     taken: int = 0
@@ -283,27 +283,27 @@ class Part:
 
     @property
     def most_items(self) -> int:
-        """How many items all ranks share; more than there can be while nobody has found the end."""
+        """``length``; while the end is unknown, a number that no length reaches."""
         return sys.maxsize if self.length is None else self.length
 
     def batches(self, plan: Plan, batching: Batching) -> int | None:
-        """Return how many batches a rank still makes of it; None while the end is unknown."""
+        """Return how many batches a rank still makes of the part; None while the end is unknown."""
         return None if self.length is None else batching.count(len(plan.share(self.length, self.taken)))
 
 
 class BatchRecord(NamedTuple):
     """One batch of a rank: real items first, then padding.
 
-    An item is what the ranks share: a sample, or a whole batch where they share or divide these.
+    An item is what the ranks share: a sample, or a whole batch where the ranks share or divide batches.
 
     Attributes:
-        part: Whose it is: an index into ``Schedule.parts``.
-        first: How many items of the rank's share of that part come before it in the pass.
-        items: How many items of the share it takes.
-        real_items: How many of them are not padding.
+        part: The part that the batch is made of: an index into ``Schedule.parts``.
+        first: How many items of the rank's share of the part come before the batch in the pass.
+        items: How many items of the share the batch takes.
+        real_items: How many of these items are not padding.
         samples: How many samples this rank gets.
-        real_samples: How many of them are not padding.
-        samples_of_all: How many samples are not padding on all ranks together; None if this rank alone cannot know.
+        real_samples: How many of these samples are not padding.
+        samples_of_all: How many samples are not padding on all ranks together; None if this rank cannot know alone.
     """
 
     part: int
@@ -317,16 +317,16 @@ class BatchRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The batches of one rank, in the order in which the loader gives them: each worker's first, then each one's next.
+    """The batches of one rank, in the loader's order: each worker's first batch, then each worker's second.
 
-    A worker that has come to its end is passed over.
+    A worker that has come to its end is skipped.
 
     Attributes:
         plan: The rank's share of each part.
-        batching: How a worker makes batches of it.
-        parts: What each worker reads, from the one whose turn is first.
-        sizes: How many samples each item of this rank's has, as far as it was drawn, where items are batches.
-        sizes_of_all: The same of all ranks' items, in the stream's order; None if this rank does not see them.
+        batching: How a worker makes batches of its items.
+        parts: The part of each worker, in the order of their turns.
+        sizes: Where items are batches, the sizes of this rank's, as far as they were drawn.
+        sizes_of_all: The sizes of all ranks' batches, in the stream's order; None if this rank does not see them.
         batch_plan: The rank's share of each batch, where batches are divided.
 
     Examples:
@@ -385,20 +385,20 @@ class Schedule:
         ]
 
     def record(self, number: int) -> BatchRecord:
-        """Return batch ``number``, from 0."""
+        """Return the record of batch ``number``, from 0."""
         place, made = self._part_of(number)
         record = self._record(number, place, made)
         return record._replace(samples_of_all=self._total(record)) if self.batch_plan is None else record
 
     def records(self) -> Iterator[BatchRecord]:
-        """Yield all batches, as far as ends are known; without totals, which take long, unless they are divided."""
+        """Yield the records of all batches, as far as ends are known; ``samples_of_all`` only for divided batches."""
         most = [own or 0 for own in self._batches]
         turns = ((place, made) for made in range(max(most, default=0)) for place, own in enumerate(most) if own > made)
         for number, (place, made) in enumerate(turns):
             yield self._record(number, place, made)
 
     def _part_of(self, number: int) -> tuple[int, int]:
-        """Return which part makes batch ``number``, and how many batches it has made before."""
+        """Return which part batch ``number`` is made of, and how many batches are made of this part before."""
         if len(self.parts) == 1:
             return 0, number
         before, after = self.made(number), self.made(number + 1)
@@ -421,8 +421,7 @@ class Schedule:
     def knows_totals(self) -> bool:
         """Whether this rank alone knows how many samples each batch has on all ranks.
 
-        A worker that has ended is skipped. If ranks skip it at different steps, the same step belongs to different
-        workers.
+        If ranks skip a worker that has ended at different steps, the same step has batches of different workers.
         """
         if self.batch_plan is not None:
             return True
@@ -436,19 +435,19 @@ class Schedule:
             return None
         part, plan, size = self.parts[record.part], self.plan, self.batching.size
         n, ranks, after = max(0, part.most_items - part.taken), plan.num_replicas, record.first + size
-        if self.batching.drop_last and plan.uneven == "keep":  # left out on the ranks that have too few items for it
+        if self.batching.drop_last and plan.uneven == "keep":  # a rank with too few items leaves it out
             return size * max(0, min(ranks, n - (after - 1) * ranks))
         positions = range(record.first * ranks, min(after * ranks, n, plan.total(n)))
         if self.sizes is None or (sizes := self.sizes_of_all) is None:
             return len(positions)
-        # Whole batches: one for each rank.
+        # Each rank's item is a whole batch.
         return sum(map(sizes.__getitem__, positions)) if positions.stop <= len(sizes) else None
 
     def keys(self, records: Iterable[BatchRecord]) -> Iterator[range]:
-        """Yield, for each item that is not padding, a key by which the items of all ranks are in the stream's order.
+        """Yield keys by which to sort all ranks' items into the stream's order, in ranges; padding has no key.
 
-        That is its position in the stream, which several workers' batches make in turn. Where batches are divided, it
-        is the sample's position among those of the records.
+        A key is the item's position in the stream, in which several workers' batches take turns. Where batches are
+        divided, a key is a sample's position among the samples of the records.
 
         Args:
             records: Batches of this schedule, in order.
@@ -469,7 +468,7 @@ class Schedule:
             yield own
             return
         while own:
-            batch = own[0] // size  # of one process
+            batch = own[0] // size  # the number of the batch in one process
             here = own[: len(range(own[0], (batch + 1) * size, own.step))]
             shift = (batch * workers + part.worker - batch) * size
             yield range(here.start + shift, here.stop + shift, here.step)
@@ -477,16 +476,16 @@ class Schedule:
 
 
 def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[int]) -> None:
-    """Refuse an epoch if a rank would make no step in it. Every rank decides the same.
+    """Refuse an epoch in which a rank would make no step. Every rank decides the same.
 
     Args:
         plan: A rank's share.
         batching: How the rank makes batches of it.
         name: What yields the items.
-        lengths: How many items it yields, in each of the parts that are sharded.
+        lengths: How many items each sharded part has.
 
     Raises:
-        NoStepsError: One process makes at least one step of them.
+        NoStepsError: A rank would make no step, and one process makes at least one.
     """
     if not batching.leaves_rank_without_step(plan, *lengths):
         return

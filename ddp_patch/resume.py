@@ -35,19 +35,19 @@ _RESTORING = "Restoring a loader's state"
 def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None = None) -> dict[str, Any]:
     """Save a patched loader's position in its epoch: return it as a small plain dict.
 
-    The state is the same on every rank, so save that of any one. The ranks do not communicate. Save it with the model,
-    in any format: it has numbers, texts and lists of numbers.
+    The state is the same on every rank, so save any rank's. The ranks do not communicate. Save the state with the
+    model, in any format: it has numbers, texts and lists of numbers.
 
     Args:
         loader: A loader from ``patch_dataloader_to_ddp``.
         batches_done: How many batches the training loop has finished in this epoch, as ``enumerate(loader)`` counts
-            them. Default: those that the loader has given to the loop, without those that workers have prefetched. Pass
-            it if something between the loader and the loop fetches ahead.
+            them. Default: the batches that the loader has delivered to the loop, without prefetched batches. Pass the
+            number if something between the loader and the loop prefetches.
 
     Returns:
-        The state. ``state["epoch"]`` is the epoch in which training resumes. After the last batch it is still that of
-        this batch, with nothing left: the first pass after a restore gives no batch, and the loop goes on with what
-        follows an epoch, such as validation.
+        The state. ``state["epoch"]`` is the epoch in which training resumes. After the last batch of an epoch, this is
+        still the same epoch, with no batch left. The first pass after a restore then yields nothing, and the loop goes
+        on with what follows an epoch, such as validation.
 
     Raises:
         NotPatchedError: The loader was not patched.
@@ -81,13 +81,14 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
 
 
 def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, Any]:
-    """Return the state after the batches that a loader has given, as this rank knows it: frameworks save one rank's.
+    """Return the state after the batches that were delivered on this rank, for frameworks, which save one rank's state.
 
-    They think that a pass has ended once it gave ``len()`` batches, and would take an empty rest for the next epoch.
+    A framework takes a pass for ended after ``len()`` batches. So the state says that the pass has ended if this rank
+    knows it, even if other ranks may not know it yet.
 
     Args:
         loader: The loader.
-        ahead: How many of these batches the training loop has not finished.
+        ahead: How many of the delivered batches the training loop has not finished.
 
     Raises:
         StateError: The position is not known; see ``loader_state`` for other errors.
@@ -103,11 +104,11 @@ def state_or_reason(
 
     Args:
         loader: The patched loader.
-        take: Takes the state.
-        warns: Whether the placeholder is what is saved.
+        take: Returns the state, or raises an error.
+        warns: Whether the checkpoint would have nothing but the placeholder.
 
     Warns:
-        CannotResumeWarning: There is none; once for each loader.
+        CannotResumeWarning: There is no state; once for each loader.
     """
     try:
         return take()
@@ -123,9 +124,9 @@ def state_or_reason(
 
 
 def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int | None:
-    """Return how far a state is, in batches that the ranks of now would have made of the whole epoch.
+    """Return how many batches of the whole epoch come before a state, counted on the present number of ranks.
 
-    It is None if that is all of an epoch without length. The loader stays as it is.
+    Return None if an epoch without length has ended. The loader is not changed.
 
     Raises:
         StateError: The state is not of this loader.
@@ -142,7 +143,7 @@ def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int | Non
 
 
 def _resumable(loader: DataLoader[Any]) -> LoaderFacts[Any]:
-    """Return what is known of a patched loader; raise if its position cannot be saved."""
+    """Return the facts of a patched loader; raise an error if its position cannot be saved."""
     facts, dataset = patched_facts("loader_state", loader), loader.dataset
     if isinstance(dataset, ShardedIterable) and loader.persistent_workers:
         dataset.require_no_generator()
@@ -152,12 +153,12 @@ def _resumable(loader: DataLoader[Any]) -> LoaderFacts[Any]:
 def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     """Resume mid-epoch: make a newly patched loader continue where ``loader_state`` was called.
 
-    The next pass yields the rest of that epoch, and ``len(loader)`` is the length of that rest; later passes are whole
+    The next pass yields the rest of the epoch, and ``len(loader)`` is the length of the rest. Later passes are whole
     epochs. On the same number of ranks, all batches are those of a run that never stopped. On another number of ranks,
     or with another batch size over the same sampler, each item of the epoch still comes once, except for padding.
 
     A loader that was patched without ``seed=`` gets the state's seed. Restoring reads no samples of a map-style
-    dataset: it only draws the skipped indices again, or skips them at once if the sampler has random access.
+    dataset. It draws the skipped indices again, or skips them at once if the sampler has random access.
 
     Args:
         loader: A loader that was built like the saved one and then patched. Every rank must restore the same state.
@@ -167,7 +168,7 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
         NotPatchedError: The loader was not patched.
         StateError: The state is damaged, newer than this package, or of another loader or ``seed=``. The loader stays
             as it was.
-        RankMismatchError: Ranks restore different states, or some cannot restore; raised on every rank.
+        RankMismatchError: Ranks restore different states, or a rank cannot restore; every rank raises this error.
         MissingRanksError: A rank did not arrive in time.
 
     Examples:
@@ -219,12 +220,12 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
 
 
 def _in_words(position: Position) -> str:
-    """Return what was taken of an epoch, as ranks compare it."""
+    """Return in words how many items of an epoch were taken."""
     return "all" if position.is_ended else " + ".join(map(str, position.taken)) or "none"
 
 
 def _compared(position: Position) -> str:
-    """Return a fingerprint of what a state's samplers hold, which ranks compare."""
+    """Return a fingerprint of the samplers' states, for the ranks to compare."""
     try:
         return fingerprint([replace(position.states, streams=())])
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number that Python does not write

@@ -18,13 +18,13 @@ _short.maxlevel = 3
 
 
 def counted(number: int, unit: str) -> str:
-    """Return a number of things, in words."""
+    """Return a number with its unit in the singular or plural."""
     plural = {"batch": "batches", "pass": "passes"}.get(unit, f"{unit}s")
     return f"{number:,} {unit if number == 1 else plural}"
 
 
 def shown(value: object) -> str:
-    """Return a value as errors show it: the beginning and the end of a long one.
+    """Return a value's repr for an error; of a long one, the beginning and the end.
 
     Examples:
         >>> shown("abc"), len(shown("a" * 10**6)), shown([[[[[1]]]]])
@@ -47,12 +47,12 @@ def as_index(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # torch and numpy raise these for tensors and arrays of others
+    except (TypeError, ValueError, RuntimeError):  # torch and numpy raise these for other tensors and arrays
         return None
 
 
 def whole_number(name: str, value: object) -> int:
-    """Return a whole number, which may be numpy's or torch's, as an int; raise InvalidOptionError for others."""
+    """Return a whole number, which may be numpy's or torch's, as an int; raise InvalidOptionError for anything else."""
     number = as_index(value)
     if number is None:
         raise InvalidOptionError(f"{name}={value!r} is a {type(value).__name__}, not an int. Pass a whole number.")
@@ -60,12 +60,12 @@ def whole_number(name: str, value: object) -> int:
 
 
 def is_seconds(value: object) -> TypeGuard[float]:
-    """Return whether it is an int or float, but not a bool."""
+    """Return whether a value is an int or float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def seconds(value: object) -> float | None:
-    """Return a number of seconds, given as such or as a ``timedelta``; None for anything else.
+    """Return the seconds of a number or a ``timedelta``; None for anything else.
 
     Examples:
         >>> seconds(90), seconds(timedelta(minutes=1.5)), seconds("90")
@@ -81,7 +81,7 @@ def check_flag(name: str, value: object, hint: str = "") -> None:
     Args:
         name: The option.
         value: What was given.
-        hint: What to do instead, if the value is likely to have been meant for something else.
+        hint: What to do instead, if the value was probably meant for another option.
     """
     if not isinstance(value, bool | np.bool_):
         raise InvalidOptionError(

@@ -1,4 +1,4 @@
-"""Walk through what objects hold: their attributes, lists and dicts, and nests of loaders."""
+"""Walk through the attributes of objects, through lists and dicts, and through nests of loaders."""
 
 import copy
 import re
@@ -32,14 +32,14 @@ __all__ = [
     "walk",
 ]
 
-# How many elements of a container are looked at.
+# How many elements of a container are read.
 LOOKED_AT: Final = 32
 
 
 def stored(holder: object) -> dict[str, Any]:
     """Return the attributes that an object stores, in its ``__dict__`` or in slots.
 
-    No property is asked: it runs the user's code, which may cost, raise or change something.
+    Properties are left out: they run the user's code, which may take long, raise or change something.
     """
     kept = dict(getattr(holder, "__dict__", {}))
     for kind in type(holder).__mro__:
@@ -63,9 +63,10 @@ def first_parts(value: Any) -> list[Any]:
 
 
 def held(holder: object, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the objects of some kind that an object stores, alone or in lists, tuples, sets and dicts.
+    """Yield the wanted objects that an object stores as attributes, or in lists, tuples, sets and dicts.
 
-    A container may hold as many samples as a dataset has, so only one that begins with a wanted object is read.
+    A container may be as long as a dataset. So it is read to its end only if a wanted object is among its first
+    elements.
     """
     for value in stored(holder).values():
         if is_wanted(value):
@@ -75,7 +76,7 @@ def held(holder: object, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def walk(start: object, parts: Callable[[Any], Iterable[object]]) -> Iterator[Any]:
-    """Yield an object and all that it leads to, each once, from the outside in; None leads nowhere.
+    """Yield an object and all objects that it leads to, each once, the nearest first; None is left out.
 
     Args:
         start: The object.
@@ -95,12 +96,12 @@ def walk(start: object, parts: Callable[[Any], Iterable[object]]) -> Iterator[An
 
 
 def code_run(kind: type, methods: Iterable[str], without: Collection[str] = ()) -> Iterator[CodeType]:
-    """Yield the code of some methods of a class, of the methods that these name, and of the functions within.
+    """Yield the code of methods of a class, of the methods that this code names, and of the functions within.
 
     Args:
         kind: The class.
         methods: The methods' names.
-        without: Those of methods that are left out.
+        without: The names of methods that are left out.
     """
 
     def codes(names: Iterable[str]) -> Iterator[CodeType]:
@@ -108,7 +109,7 @@ def code_run(kind: type, methods: Iterable[str], without: Collection[str] = ()) 
             for base in kind.__mro__ if name not in without else ():
                 if isinstance(method := vars(base).get(name), FunctionType):
                     yield method.__code__
-                    if name not in method.__code__.co_names:  # else it may call its base's
+                    if name not in method.__code__.co_names:  # it may call the base class's method
                         break
 
     def reached(code: CodeType) -> list[CodeType]:
@@ -117,7 +118,7 @@ def code_run(kind: type, methods: Iterable[str], without: Collection[str] = ()) 
     return (code for start in codes(methods) for code in walk(start, reached))
 
 
-# What torch's own functions make batches of without calling any other code, and what may hold that.
+# The types that torch's own functions collate without calling other code, and the containers that may have them.
 SCALARS: Final = frozenset({bool, int, float, str, bytes, type(None)})
 _CONTAINERS = frozenset({list, tuple, dict})
 
@@ -125,7 +126,7 @@ _CONTAINERS = frozenset({list, tuple, dict})
 def plain_tensors(value: Any) -> dict[int, torch.Tensor] | None:
     """Return the tensors in lists, tuples and dicts of plain values, by their ids.
 
-    None if anything else is in these, such as an object of a class, or a container that comes twice.
+    Return None if there is anything else, such as an object of a class, or a container that appears twice.
 
     Examples:
         >>> found = plain_tensors({"x": torch.ones(2), "y": [1, "a"]})
@@ -158,7 +159,7 @@ KeyPath: TypeAlias = tuple[Any, ...]
 
 
 def nested(found: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield everything in nested dicts, lists and tuples with the keys that lead to it, also what is empty.
+    """Yield each element of nested dicts, lists and tuples, after the keys that lead to it; also empty containers.
 
     Examples:
         >>> list(nested({"train": 1, "val": [2, ()]}))
@@ -172,7 +173,7 @@ def nested(found: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def is_empty(found: object) -> bool:
-    """Return whether it is an empty dict, list or tuple."""
+    """Return whether an object is an empty dict, list or tuple."""
     return _is_container(found) and not found
 
 
@@ -204,11 +205,11 @@ class Nest:
         given: The nest. None in it means no loader.
 
     Attributes:
-        loaders: Each loader once, by the place of its first appearance; a single one has an empty place.
-        described: The same for all nests of the same structure; empty for a single loader.
+        loaders: Each loader once, by the code that gets its first appearance; by an empty text for a single loader.
+        described: The structure in words, equal for nests of equal structure; empty for a single loader.
 
     Raises:
-        NotALoaderError: It cannot be copied, or two loaders would have the same place.
+        NotALoaderError: The nest cannot be copied, or the same code would get two loaders.
 
     Examples:
         >>> nest = Nest({"train": 1, "val": [2, None, 1]})
@@ -229,21 +230,21 @@ class Nest:
             )
         described = [_described(path, leaf, first.get(id(leaf))) for path, leaf in self._leaves]
         self.described: str = "" if self._leaves[0][0] == () and first else ", ".join(described)
-        self.with_replaced(self.loaders.values())  # raises here if it cannot be copied
+        self.with_replaced(self.loaders.values())  # raises an error if it cannot be copied
 
     def with_replaced(self, new: Iterable[Any]) -> Any:
-        """Return a copy of the nest, of the same classes, with other loaders in it, given in the order of ``loaders``.
+        """Return a copy of the nest, of the same classes, with new loaders, which come in the order of ``loaders``.
 
         Raises:
-            NotALoaderError: One of its dicts, lists or tuples cannot be copied so.
+            NotALoaderError: A dict, list or tuple of the nest cannot be copied.
         """
         replaced = {id(old): each for old, each in zip(self.loaders.values(), new, strict=True)}
-        keys = {id(key): key for path, _ in self._leaves for key in path}  # a copy of a key may not equal it
+        keys = {id(key): key for path, _ in self._leaves for key in path}  # the copy of a key may not equal the key
         try:
             made = copy.deepcopy(self._given, keys | replaced)
             for inner in {path[:length] for path, _ in self._leaves for length in range(len(path))}:
                 given, clone = (reduce(getitem, inner, part) for part in (self._given, made))
-                if getattr(given, "__dict__", None) is given:  # its items are attributes, which copying alone undoes
+                if getattr(given, "__dict__", None) is given:  # its items are also its attributes, but not in a copy
                     clone.__dict__ = clone
             found = dict(nested(made))
         except Exception as error:
@@ -254,7 +255,7 @@ class Nest:
 
 
 def _is_no_loader(path: KeyPath, leaf: object) -> bool:
-    """Return whether it is an empty container, or None in one."""
+    """Return whether a leaf is an empty container, or None in a container."""
     return is_empty(leaf) or (leaf is None and path != ())
 
 

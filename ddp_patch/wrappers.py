@@ -27,7 +27,7 @@ __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "alo
 T = TypeVar("T")
 
 
-# The keywords that say which rank of how many this is.
+# The keywords that set the rank and the number of ranks.
 _WORLD = ("rank", "num_replicas", "process_group", "device_mesh")
 
 
@@ -47,11 +47,11 @@ class SharingOptions(TypedDict, total=False):
 class DDPSamplerWrapper(ShardedSampler[T]):
     """Give this rank its share of any sampler, shuffled once more unless ``shuffle_samples_between_gpus=False``.
 
-    It is a ``DistributedSampler`` that wraps a sampler, not only a dataset.
+    This class is a ``DistributedSampler`` that wraps a sampler, not only a dataset.
 
     All ranks get the same order, even if they are seeded differently, and each keeps its own items. While the sampler
-    draws, random states that follow from (seed, epoch) replace the global ones. Each pass is the next epoch, with or
-    without ``set_epoch``.
+    draws, the global random states are replaced by states that follow from (seed, epoch). Each pass is the next epoch,
+    with or without ``set_epoch``.
 
     Args:
         sampler: A sampler, or any iterable of indices.
@@ -96,7 +96,7 @@ class DDPSamplerWrapper(ShardedSampler[T]):
 
 
 def _of_wrapped(name: str) -> Any:
-    """Return a property that is an attribute of the wrapped batch sampler; AttributeError if it has none."""
+    """Return a property that reads and sets an attribute of the wrapped batch sampler."""
 
     def get(wrapper: "DDPBatchSamplerWrapper[Any]") -> Any:
         return getattr(wrapper._wrapped_sampler, name)
@@ -110,11 +110,11 @@ def _of_wrapped(name: str) -> Any:
             )
         setattr(wrapper._wrapped_sampler, name, value)
 
-    return property(get, put, doc="The wrapped batch sampler's; AttributeError if it has none.")
+    return property(get, put, doc="The wrapped batch sampler's attribute; AttributeError if it has none.")
 
 
 class DDPBatchSamplerWrapper(ShardedSampler[T]):
-    """Give this rank whole batches of any, in another order unless ``shuffle_samples_between_gpus=False``.
+    """Give this rank whole batches of any batch sampler, shuffled unless ``shuffle_samples_between_gpus=False``.
 
     Batches are never split or refilled.
 
@@ -166,7 +166,7 @@ def _is_made_anew(options: Mapping[str, object]) -> bool:
 
 
 def _require_itself(wrapper: DDPBatchSamplerWrapper[Any], sampler: object, *, drops_last: bool) -> None:
-    """Refuse to rebuild a wrapper over anything but itself, and to keep a batch that it leaves out."""
+    """Refuse to rebuild a wrapper over another sampler, or to keep an incomplete batch that the wrapper leaves out."""
     if sampler is wrapper and (drops_last or not wrapper.drop_last):
         return
     name = type(wrapper).__name__
@@ -180,7 +180,7 @@ def _require_itself(wrapper: DDPBatchSamplerWrapper[Any], sampler: object, *, dr
 
 
 def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keywords that say which rank of how many this is, and those that say how to shard.
+    """Split keywords into the ones that set the rank and the number of ranks, and the ones that say how to shard.
 
     Args:
         called: What the user called, for the error.
@@ -188,7 +188,7 @@ def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[d
         known: The ``TypedDict`` of all keywords.
 
     Raises:
-        TypeError: There is no such keyword.
+        TypeError: A keyword does not exist.
     """
     names = known.__annotations__
     if unknown := sorted(given.keys() - names.keys()):
@@ -198,7 +198,7 @@ def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[d
 
 
 def _remedy(name: str, given: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return what was probably meant by a keyword that does not exist, and what to do."""
+    """Return a remedy for a keyword that does not exist: the keyword that was probably meant."""
     if name in signature(DataLoader).parameters:
         return f"set it on the DataLoader, as in DataLoader(..., {name}={shown(given[name])}), which keeps it here."
     if close := get_close_matches(name, names, n=1):
@@ -207,12 +207,12 @@ def _remedy(name: str, given: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def with_mesh(given: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Return the keywords with a framework's mesh, unless they say themselves which rank of how many this is."""
+    """Return the keywords with a framework's mesh, unless they set the rank or the group themselves."""
     return {**given} if mesh is None or not given.keys().isdisjoint(_WORLD) else {**given, "device_mesh": mesh}
 
 
 def alone(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords with a world of one process in place of the one that they say."""
+    """Return the keywords with a world of one process in place of their own world."""
     return {**{name: value for name, value in given.items() if name not in _WORLD}, "rank": 0, "num_replicas": 1}
 
 
@@ -223,7 +223,7 @@ def _agreed_here(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
     world = find_world(**where)
     with failures_broadcast(world):
         for name, flag in {"shuffle_samples_between_gpus": shuffles, "pad_data_to_num_gpus": pads}.items():
-            # In Catalyst's wrappers, a number of ranks stands there.
+            # Catalyst's wrappers have the number of ranks as this argument.
             check_flag(name, flag, " Pass a number of ranks as num_replicas=, with rank=.")
         sampler = stream.source
         is_iterable = isinstance(sampler, Iterable) or hasattr(type(sampler), "__getitem__")
