@@ -1,4 +1,4 @@
-"""Take a stream apart in chunks, and draw ahead of what is asked for."""
+"""Draw a stream in chunks, ahead of the items that are asked for."""
 
 import copy
 import sys
@@ -36,8 +36,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-# About how many samples may be drawn ahead of the one in use, unless a round has more. Large chunks swap random states
-# less often, but a sampler that adapts during training must not be drawn far ahead.
+# About how many samples may be drawn ahead of the sample in use, unless a round has more. Large chunks swap random
+# states less often, but a sampler that adapts during training must not be drawn far ahead.
 MOST_AHEAD = 8192
 # For plain indices, or lists of them, draw up to 1/64 of what was drawn before, at most 65536, so that one chunk takes
 # little of the stream's time.
@@ -46,15 +46,15 @@ _IMMUTABLE = (int, float, str, bytes, np.generic)
 
 
 def returns_itself(iterator: object) -> bool:
-    """Return whether ``iter(iterator)`` surely does nothing: it is written in C, as a generator's or a list's is."""
+    """Return whether ``iter(iterator)`` surely does nothing, because its method is in C, as a generator's is."""
     return isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
 
 
 def start_iterating(iterable: Iterable[T]) -> Iterator[T]:
-    """Begin an iterable, and return what draws from it by ``next()`` alone.
+    """Call ``iter()`` once, and return an iterator that only calls ``next()`` from then on.
 
-    ``for``, ``islice`` and ``chain`` call ``iter()`` on what they draw from, and a sampler that is its own iterator may
-    start again at every such call: each of lhotse's does.
+    ``for``, ``islice`` and ``chain`` call ``iter()``, and a sampler that is its own iterator may start again at every
+    call, as lhotse's samplers do.
     """
     iterator = iter(iterable)
     return iterator if returns_itself(iterator) else _by_next(iterator)
@@ -73,8 +73,8 @@ class Chunk(NamedTuple, Generic[T]):
     """Items that were drawn at once.
 
     Attributes:
-        length: How many were drawn.
-        items: All of them, or those alone that are kept.
+        length: How many items were drawn.
+        items: The kept items: all drawn items, or this rank's alone.
     """
 
     length: int
@@ -82,28 +82,29 @@ class Chunk(NamedTuple, Generic[T]):
 
 
 class Drawn(Iterator[Chunk[T]]):
-    """Draws a stream in chunks, and keeps all of the first one, which padding repeats, and of others a rank's items.
+    """A stream's chunks: the first with all of its items, because padding repeats them, the later ones with a rank's.
 
-    Every chunk's length is a multiple of the number of ranks, except that the last may be shorter; none is empty.
-    Chunks depend only on the stream, so every rank draws the same ones at the same step. If the stream raises an
-    exception, the whole rounds that came before are given first, and then the exception is raised unchanged.
+    Every chunk's length is a multiple of the number of ranks, except that the last chunk may be shorter; no chunk is
+    empty. Chunks depend only on the stream, so every rank draws the same chunks at the same step. If the stream raises
+    an exception, the whole rounds before it come first, and then the exception is raised unchanged.
 
     Args:
         iterator: What to draw from, as ``start_iterating`` returns it.
-        random_context: Returns what to enter while a chunk is drawn.
-        plan: Which positions are the rank's.
-        taken: How many of the first items are left out: they are drawn, unless ``first`` says that the iterator comes
-            after them.
-        first: The stream's first items, which padding may repeat, if the iterator comes after those that are left out.
-        step: How many rounds, of one item for each rank, make a step. Each chunk has some whole steps.
-        rounds: How many rounds each chunk has. None lets them grow. The first is one step, so that the first batch
-            comes at once; each has twice as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in
-            a long stream of indices. An index is one sample. A round of batches counts as many as the largest that was
-            looked at: the first of each chunk.
-        adapts: Returns whether the next chunk may have one step alone, because somebody changes what draws within the
-            pass. It is asked before each chunk but the first, and told how many steps the one before had.
-        copies: Whether to copy the items that are kept, because their source may change them later.
-        digest: Is told all items; None if nobody compares them.
+        random_context: Returns the context in which a chunk is drawn.
+        plan: The rank's share.
+        taken: How many of the first items are left out. They are drawn and dropped, unless ``first`` is passed: then
+            the iterator begins after them.
+        first: The stream's first items, which padding may repeat, if the iterator begins after the items that are left
+            out.
+        step: How many rounds, of one item for each rank, make a step. Each chunk has whole steps.
+        rounds: How many rounds each chunk has. None lets chunks grow: the first has one step, so that the first batch
+            comes at once, and each has twice as many rounds as the chunk before, up to ``MOST_AHEAD`` samples, or
+            ``MOST_PLAIN`` in a long stream of indices. An index is one sample. A round of batches counts as many
+            samples as the largest first round of a chunk so far.
+        adapts: Called before each chunk but the first, with the number of steps of the chunk before. Returns whether
+            the sampler was changed within the pass. From then on, each chunk has a single step.
+        copies: Whether to copy the kept items, because their source may change them later.
+        digest: Takes all drawn items; None if ranks do not compare them.
 
     Attributes:
         first: The stream's first items, which padding repeats; at most one less than there are ranks.
@@ -125,17 +126,17 @@ class Drawn(Iterator[Chunk[T]]):
     ) -> None:
         self._random_context, self._plan, self._rounds, self._digest = random_context, plan, rounds, digest
         self._left = repeat(True, sys.maxsize)
-        self._items: Iterator[Any] = compress(iterator, self._left)  # no faster way to count
+        self._items: Iterator[Any] = compress(iterator, self._left)  # the fastest way to count items
         self._copies, self._step, self._adapts = copies, step, adapts
         self._taken, self._to_skip = taken, taken if first is None else 0
-        # What the rounds that were looked at have shown: whether they have indices or lists of these, and how many
-        # samples the largest has.
+        # Whether the first rounds of chunks have indices or lists of indices, and how many samples the largest of them
+        # has.
         self._is_plain = False
         self._samples = plan.num_replicas
         self._next_rounds = step if rounds is None else next(rounds)
         self._kept: list[Any] = []  # of the present chunk
-        self._is_first = True  # whether no chunk was drawn
-        self._steps_before = 0  # that the latest chunk had
+        self._is_first = True  # whether no chunk was drawn yet
+        self._steps_before = 0  # how many steps the latest chunk had
         self.first: list[T] = [] if first is None else first[: plan.num_replicas - 1]
         self._is_ended = False
         self._failure: Exception | None = None
@@ -143,25 +144,25 @@ class Drawn(Iterator[Chunk[T]]):
 
     @property
     def _drawn(self) -> int:
-        """How many items were drawn."""
+        """How many items were drawn so far."""
         return sys.maxsize - length_hint(self._left)
 
     def __next__(self) -> Chunk[T]:
         return self._ahead.popleft() if self._ahead else self._chunk()
 
     def ends_within(self, most: int) -> bool:
-        """Draw more, and return whether at most this many rounds come. An incomplete round that is left out is none."""
+        """Draw ahead, and return whether at most ``most`` rounds are left. A round that is left out does not count."""
         while not self._failure and sum(self._plan.largest_share(chunk.length) for chunk in self._ahead) <= most:
             try:
                 self._ahead.append(self._chunk())
             except StopIteration:
                 return True
-            except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
+            except Exception as error:  # noqa: BLE001 - the user's own error, raised after the items before it
                 self._failure = error
         return False
 
     def skip(self) -> None:
-        """Draw the items that are left out, if they were not drawn yet."""
+        """Draw and drop the first ``taken`` items, unless they were dropped before."""
         most = self._plan.num_replicas - 1
         while self._to_skip and not self._is_ended:
             size = min(self._to_skip, MOST_AHEAD)
@@ -172,11 +173,11 @@ class Drawn(Iterator[Chunk[T]]):
             self._to_skip -= len(items)
 
     def pass_through(self, noting: Callable[[Iterator[T]], Iterator[T]]) -> None:
-        """Let the items that are drawn from now on pass through an iterator that notes them."""
+        """Draw all further items through an iterator that records them."""
         self._items = noting(self._items)
 
     def _chunk(self) -> Chunk[T]:
-        """Draw a chunk; raise StopIteration if there is none, or what the stream raised."""
+        """Draw a chunk; raise StopIteration if there is none, or the error that the stream raised."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -190,17 +191,17 @@ class Drawn(Iterator[Chunk[T]]):
         self._steps_before = self._next_rounds // self._step
         self._kept = list[T]()
         with self._random_context():
-            try:  # keep what comes before an exception
+            try:  # keep the items before an exception
                 if self._copies and (self._is_first or size > ranks):
                     self._inspect_round()
                     size = min(size, max(self._step, self._rounds_ahead()) * ranks)
                 self._draw(start + size - self._drawn)
-            except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
+            except Exception as error:  # noqa: BLE001 - the user's own error, raised after the items before it
                 self._failure = error
         length = self._drawn - start
         if self._failure is not None:
             self._is_ended = True
-            length -= length % ranks  # an incomplete round would mean the end
+            length -= length % ranks  # an incomplete round would say that the stream has ended
         if length < size:
             del self._kept[len(range(length)[self._of_rank(length)]) :]
         self._is_first = False
@@ -209,16 +210,16 @@ class Drawn(Iterator[Chunk[T]]):
         return Chunk(length, self._kept) if length else self._chunk()
 
     def _in_steps(self, rounds: int) -> int:
-        """Return the whole steps within some rounds; at least one."""
+        """Return how many of the rounds make whole steps; at least one step."""
         return max(1, rounds // self._step) * self._step
 
     @property
     def begins_at(self) -> int:
-        """How many items came before the first chunk: those that are left out, as far as the stream had them."""
+        """How many items came before the first chunk: ``taken``, or fewer if the stream ended before."""
         return self._taken - self._to_skip
 
     def _of_rank(self, size: int) -> slice:
-        """Return which of some items to keep."""
+        """Return the slice of the drawn items that is kept."""
         return slice(None) if self._is_first else self._plan.slice_of_chunk(size)
 
     def _rounds_ahead(self) -> int:
@@ -227,7 +228,7 @@ class Drawn(Iterator[Chunk[T]]):
         return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
 
     def _inspect_round(self) -> None:
-        """Draw a round. What all of it shows, every rank learns alike."""
+        """Draw a whole round, and learn from it what the stream's items are: on every rank the same."""
         are_lazy: list[bool] = []
 
         def copied(item: Any) -> Any:
@@ -235,7 +236,7 @@ class Drawn(Iterator[Chunk[T]]):
             return copy_item(item)
 
         items = self._draw_all(self._plan.num_replicas, copied)
-        if any(are_lazy):  # read them all from now on: several may draw from the same source
+        if any(are_lazy):  # read each batch into a list from now on: several lazy batches may draw from one source
             self._items = map(copy_item, self._items)
         self._copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
         first = (item[0] if type(item) is list and item else item for item in items)
@@ -243,18 +244,18 @@ class Drawn(Iterator[Chunk[T]]):
         self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
 
     def _draw(self, size: int) -> None:
-        """Draw this many items, keep a part of them, and let the digest take note of all."""
+        """Draw ``size`` items, keep this rank's, and add all to the digest."""
         if self._digest is None:
             self._take(size)
         else:
             self._draw_all(size, copy_item if self._copies else None)
 
     def _draw_all(self, size: int, copied: Callable[[Any], Any] | None) -> list[Any]:
-        """Draw this many items, keep a part of them, let the digest take note of all, and return all.
+        """Draw ``size`` items, keep this rank's, add all to the digest, and return all.
 
         Args:
-            size: How many.
-            copied: Copies each as it comes, because its source may change it later; None to take it as it is.
+            size: How many items to draw.
+            copied: Copies each item as it comes, because its source may change it later; None to copy none.
         """
         items = list[Any]()
         if self._is_ended or size <= 0:
@@ -262,7 +263,7 @@ class Drawn(Iterator[Chunk[T]]):
         drawn = islice(self._items, size)
         try:
             items.extend(drawn if copied is None else map(copied, drawn))
-        finally:  # what came before an exception is kept, too
+        finally:  # also keep the items before an exception
             self._kept += items[self._of_rank(size)]
             if self._digest is not None:
                 self._digest.add(items)
@@ -270,7 +271,7 @@ class Drawn(Iterator[Chunk[T]]):
         return items
 
     def _take(self, size: int) -> None:
-        """Draw this many items and keep a part of them; those that are not kept are not copied."""
+        """Draw ``size`` items; copy and keep only this rank's."""
         if self._is_ended:
             return
         before = self._drawn
@@ -283,13 +284,13 @@ class Drawn(Iterator[Chunk[T]]):
 
 
 def split_chunks(plan: Plan, drawn: Drawn[T], on_end: Callable[[int], None]) -> Iterator[list[T]]:
-    """Yield a rank's items of a stream, chunk by chunk, then their padding. The end is found, not predicted.
+    """Yield a rank's items of a stream, chunk by chunk, then the rank's padding. The stream's length need not be known.
 
     Args:
-        plan: Which positions are the rank's.
+        plan: The rank's share.
         drawn: The stream, in chunks.
-        on_end: Called with the number of items that the stream has: before any padding, and before the items of an
-            incomplete round, so that every rank knows the end when some come to it.
+        on_end: Called with the stream's length, before padding and before the items of an incomplete round, so that all
+            ranks know the end at the same step.
     """
     repeatable, came, ended = plan.num_replicas - 1, 0, False
     for count, items in drawn:
@@ -306,7 +307,7 @@ def split_chunks(plan: Plan, drawn: Drawn[T], on_end: Callable[[int], None]) -> 
 
 
 def copied_items(stream: Iterator[T]) -> Iterator[T]:
-    """Yield copies of a stream's items; the items themselves where the first one shows that they are indices."""
+    """Yield copies of a stream's items; the items themselves if the first one is an index."""
     first = list(islice(stream, 1))
     yield from map(copy_item, first)
     yield from stream if first and isinstance(first[0], _IMMUTABLE) else map(copy_item, stream)
@@ -318,7 +319,7 @@ def copy_item(item: Any) -> Any:
     Copy containers with their contents, clone tensors, read iterators into lists; return anything else as it is.
     """
     if type(item) is list and item and isinstance(item[0], _IMMUTABLE) and isinstance(item[-1], _IMMUTABLE):
-        return item[:]  # most batches hold plain indices: don't look at each
+        return item[:]  # most batches are lists of plain indices: skip the slower copy of each element
     match item:
         case torch.Tensor():
             return item.clone()
@@ -336,10 +337,10 @@ def copy_item(item: Any) -> Any:
 
 
 class State(IntEnum):
-    """The states of a pass. Ranks tell each other its number."""
+    """The states of a pass, with the numbers by which ranks compare them."""
 
-    NEW = 4  # nothing was asked for
+    NEW = 4  # no batch was asked for
     RUNNING = 0
-    LEFT = 1  # broken off: nobody asks for more
-    ENDED = 2  # the end was seen
+    LEFT = 1  # the loop has stopped before the end
+    ENDED = 2  # the loop has seen the end
     FAILED = 3  # the loop was given an error instead of a batch

@@ -1,7 +1,8 @@
-"""Hashes of what samplers give: fingerprints of some items, and the digest of a whole stream.
+"""Hashes of the items that samplers yield: fingerprints of some items, and the digest of a whole stream.
 
-A digest is 64 bits over all items up to a count, at counts that follow from the stream alone. Two ranks that draw one
-stream have equal digests wherever both have come as far. From the first item that differs on, they have others.
+A digest is a hash of all items up to a count, of 64 bits. A mark is a digest that is stored, at a count that follows
+from the stream alone. Two ranks that draw the same stream have equal marks. From the first different item on, their
+marks differ.
 """
 
 import marshal
@@ -33,16 +34,16 @@ __all__ = [
     "number_or_zero",
 ]
 
-# How many elements of such a list are looked at.
+# How many elements of a list within an unknown object are hashed.
 _ELEMENTS = 8
-# How many of a large tensor's numbers.
+# How many numbers of a large tensor are hashed.
 _OF_A_TENSOR = 64
-# Whole numbers of so many bytes.
+# torch's integer types by their bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Named, because importing their modules takes longer than importing this package.
-_TOLD_BY_REPR = {"decimal.Decimal", "fractions.Fraction", "uuid.UUID"}
-# A list of only these is encoded by its repr, which is a tenth of the work.
+# Types that are hashed by repr. They are named, because importing their modules takes longer than this package.
+_BY_REPR = {"decimal.Decimal", "fractions.Fraction", "uuid.UUID"}
+# A list of only these types is encoded by its repr, which is a tenth of the work.
 _PLAIN = {bool, float, int, str, type(None)}
 
 
@@ -50,8 +51,8 @@ def fingerprint(items: Iterable[Any]) -> str:
     """Return the fingerprint of items in their order, 32 hexadecimal digits.
 
     Numbers, strings, bytes, paths, dates, enum members, tensors, arrays, dataclasses and containers of these count by
-    type and value. The order within sets and mappings does not count. Any other object counts by its type alone; with a
-    length, also by the first elements of the lists of that length that it holds, as lhotse's sets of cuts do.
+    type and value. The order within sets and mappings does not count. Any other object counts by its type. If it has a
+    length, the first elements of its lists of that length count, too, as in lhotse's sets of cuts.
 
     Examples:
         >>> fingerprint([1, 2]) == fingerprint([2, 1]), fingerprint([1]) == fingerprint([1.0])
@@ -71,10 +72,10 @@ def number_of(items: Iterable[Any]) -> int:
 
 
 def number_or_zero(item: Any) -> int:
-    """Return an item's fingerprint as a whole number; 0 if it cannot be looked into."""
+    """Return an item's fingerprint as a whole number; 0 if hashing the item raises an error."""
     try:
         return number_of([item])
-    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
+    except Exception:  # noqa: BLE001 - the user's object may raise anything
         return 0
 
 
@@ -95,7 +96,7 @@ def few_numbers(values: Any) -> bytes:
 
 
 def as_array(values: Any) -> Any:
-    """Return an array of a tensor's numbers, which takes less time to look into: of types that numpy lacks, of bits."""
+    """Return a tensor as an array, which is faster to index. Numbers of a type that numpy lacks become integers."""
     if not isinstance(values, torch.Tensor):
         return values
     values = values.detach()
@@ -108,7 +109,7 @@ def as_array(values: Any) -> Any:
 
 @lru_cache
 def few_places(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return slices of a tensor of some shape that choose at most 64 of its numbers, evenly spread.
+    """Return slices that choose at most 64 numbers of a tensor of this shape, evenly spread.
 
     Examples:
         >>> few_places((1, 640))
@@ -117,7 +118,7 @@ def few_places(shape: tuple[int, ...]) -> tuple[slice, ...]:
         torch.Size([3, 4, 5])
     """
     steps, left = [slice(None)] * len(shape), _OF_A_TENSOR
-    dimensions = sorted(range(len(shape)), key=shape.__getitem__)  # the smallest first, of which all may count
+    dimensions = sorted(range(len(shape)), key=shape.__getitem__)  # the smallest dimension first
     for place, dimension in enumerate(dimensions):
         size, most = max(1, shape[dimension]), int(left ** (1 / (len(shape) - place)) + 1e-9)
         steps[dimension] = slice(None, None, -(-size // most))
@@ -126,7 +127,7 @@ def few_places(shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def _encoded(item: Any) -> Iterator[bytes]:
-    """Yield an encoding that no other item has: its type, its length and its content."""
+    """Yield a unique encoding of an item: its type, the length of its content, and its content."""
     kind = f"{type(item).__module__}.{type(item).__qualname__}".encode()
     content = b"".join(_content(item))
     yield b"%d:%b%d:" % (len(kind), kind, len(content))
@@ -168,7 +169,7 @@ def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of ty
         case _ if is_dataclass(item) and not isinstance(item, type):
             for field in fields(item):
                 yield from _encoded(getattr(item, field.name))
-        case _ if not _TOLD_BY_REPR.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__):
+        case _ if not _BY_REPR.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__):
             yield repr(item).encode()
         case _ if _size(item):
             for held in getattr(item, "__dict__", {}).values():
@@ -179,25 +180,25 @@ def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of ty
 def _size(item: Any) -> int | None:
     try:
         return len(item)
-    except Exception:  # noqa: BLE001 - it has none, or the user's code
+    except Exception:  # noqa: BLE001 - it has no length, or the user's code raises
         return None
 
 
-# A mark is made when this part more came since the one before, so that there are few: 100 of a billion items.
+# The count of each mark is about this many times the count before, so a billion items have only 100 marks.
 _GROWTH = 1.25
-# So many items are hashed at once, from the first few on.
+# How many items are hashed at once, after the first few.
 _BLOCK = 256
-# So many blocks of the latest items are known: more than is drawn ahead.
+# How many digests of the latest blocks are kept: more than are drawn ahead.
 _BLOCKS_KEPT = 1024
-# Stands for a count where all items came.
+# The key of the last mark, after all items, instead of a count.
 END = -1
 
-# Python's hashes of these are the same in all processes; of floats not, because each NaN has its own.
+# Types whose Python hashes are the same in all processes. Floats are left out, because each NaN has its own hash.
 _NUMBERS = frozenset({int, bool, np.int64, np.int32})
 
 
 def next_mark(count: int) -> int:
-    """Return the first count after this one at which a mark is made.
+    """Return the first count of a mark after ``count``.
 
     Examples:
         >>> [next_mark(count) for count in (0, 1, 2, 3, 4, 100, 300)]
@@ -208,21 +209,22 @@ def next_mark(count: int) -> int:
 
 
 def mark_counts() -> Iterator[int]:
-    """Yield the counts at which marks are made of items that come one by one, in order."""
+    """Yield the counts of all marks of items that are added one by one, in order."""
     count = 0
     while True:
         yield (count := next_mark(count))
 
 
 class Digest:
-    """Takes the digest of items that come in parts. It is the same whatever the parts.
+    """The digest of a stream whose items are added in parts; it does not depend on the parts.
 
     Plain whole numbers, and tuples and lists of them, are hashed by Python: these hashes are the same in all processes
-    and take a few nanoseconds. All else is hashed by its value; objects of unknown types count by their types alone.
+    and take a few nanoseconds. Other items are hashed by their values; objects of unknown types count by their types
+    alone.
 
     Attributes:
-        count: How many items came.
-        marks: The digests at growing counts, by the count; in the order in which they were made.
+        count: How many items were added.
+        marks: The stored digests by their counts, in the order of storing.
 
     Examples:
         >>> one, other = Digest(), Digest()
@@ -239,12 +241,12 @@ class Digest:
         self.count: int = 0
         self.marks: dict[int, int] = {}
         self._next = 1
-        self._value = 0  # of all items but those that wait
+        self._value = 0  # the digest of all items but the waiting ones
         self._waiting: list[Any] = []
         self._blocks: deque[tuple[int, int]] = deque(maxlen=_BLOCKS_KEPT)
 
     def add(self, items: Sequence[Any]) -> None:
-        """Add the items that come next."""
+        """Add the next items."""
         self.count += len(items)
         waiting = self._waiting = [*self._waiting, *items] if self._waiting else list(items)
         hashed, start = self.count - len(waiting), 0
@@ -254,12 +256,12 @@ class Digest:
         del waiting[:start]
 
     def add_hash(self, value: int, items: int) -> None:
-        """Add items that come at once, always so many, of which no more than a hash is known."""
+        """Add a group of items by its hash. All groups of the stream must have the same size."""
         self.count += items
         self._add_hash(value, self.count)
 
     def add_names(self, names: Sequence[bytes]) -> None:
-        """Add items by their names: so many at once on every rank, and no more than ``until_mark``.
+        """Add items by their names. Every rank must add the same groups of names, of at most ``until_mark`` items.
 
         Source: BLAKE2b, over the digest so far and the names.
         """
@@ -274,16 +276,16 @@ class Digest:
 
     @property
     def until_mark(self) -> int:
-        """How many more items there are to the next mark."""
+        """How many items to add until the next mark."""
         return self._next - self.count
 
     def end(self) -> None:
-        """Add that there are no more items."""
+        """Store the mark of the stream's end."""
         value = hash((self._value, _hash_of(self._waiting))) if self._waiting else self._value
         self.marks[END] = hash((value, END, self.count))
 
     def before(self, count: int) -> tuple[int, int] | None:
-        """Return the latest known digest of at most so many items: of how many, and the digest; None if none is."""
+        """Return the count and the value of the latest known digest at or before ``count``; None if there is none."""
         latest = (block for block in reversed(self._blocks) if block[0] <= count)
         marked = ((at, value) for at, value in reversed(self.marks.items()) if 0 < at <= count)
         return next(latest, None) or next(marked, None)
@@ -292,7 +294,7 @@ class Digest:
         self._note(hash((self._value, value)), count)
 
     def _note(self, value: int, count: int) -> None:
-        """Record the digest of so many items."""
+        """Record the digest of the first ``count`` items."""
         self._value = value
         self._blocks.append((count, value))
         if count >= self._next:
@@ -317,7 +319,7 @@ def _hash_of(items: Sequence[Any]) -> int:
 
 
 def _are_numbers(items: Iterable[Any]) -> bool:
-    """Return whether all are plain whole numbers: then so is their sum, which takes less time than to look at each."""
+    """Return whether all items are plain whole numbers, by the type of their sum, which is faster to check."""
     try:
         with np.errstate(over="ignore"):
             return type(sum(items)) in _NUMBERS

@@ -1,7 +1,7 @@
-"""Look up an epoch's order, so that a rank reads only the items of its shard.
+"""Look up an epoch's order, so that a rank reads only the items of its share.
 
-torch's own samplers draw an epoch's order at once. We draw it as they do, keep it in 32-bit integers if they suffice,
-and read this rank's positions. Samplers with ``items_at`` give any position at once.
+torch's own samplers draw an epoch's order at once. ``order_of`` draws the same order, keeps it in 32-bit integers if
+they suffice, and reads this rank's positions. Samplers with ``items_at`` return the items at any positions directly.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class RandomAccess(Protocol):
     """A sampler that can look up the items at any positions of any epoch.
 
     Give your sampler these methods, and each rank looks up only its own items, so the cost does not grow with the
-    number of ranks. The items must depend on position and epoch only, and be those that iterating gives. A subclass
-    that overrides ``__iter__`` but not ``items_at`` is iterated. If some samplers of a class cannot be looked up, set
-    their attribute ``has_random_access`` to False.
+    number of ranks. The items must depend on position and epoch only, and equal the items that iterating yields. A
+    subclass that overrides ``__iter__`` but not ``items_at`` is iterated. If some samplers of a class have no random
+    access, set their attribute ``has_random_access`` to False.
 
     Examples:
         >>> class Strided:
@@ -74,10 +74,10 @@ class RandomAccess(Protocol):
 
 
 def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
-    """Return whether a sampler can be looked up.
+    """Return whether a sampler has random access.
 
     Its class or a base must define ``items_at``, and no class below that base may override ``__iter__`` alone. A
-    sampler whose ``has_random_access`` is False cannot be looked up, whatever its class has.
+    sampler whose ``has_random_access`` is False has none, whatever its class defines.
 
     Examples:
         >>> from ddp_patch.samplers import ScalableRandomSampler
@@ -95,9 +95,9 @@ def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
     return False
 
 
-# The longest order with items that come again that is drawn at once; it takes 1 GiB.
+# The longest order with repeated items that is drawn at once; it takes 1 GiB.
 _MOST_DRAWN = 2**28
-# How many positions are looked up at once: few first, so that the first batch comes at once.
+# How many positions are looked up at once. The first block is small, so that the first batch comes at once.
 _FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
 
@@ -128,11 +128,11 @@ class EpochOrder:
         length: The number of items.
         at: Returns the items at some positions, all in ``range(length)``.
         finish: Draws what the sampler draws after its last item.
-        sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
-            runs; None if only the batches themselves show it.
+        sizes: Returns the sizes of the batches at some positions, as runs of (size, number of batches); None if only
+            the batches themselves show their sizes.
         pieces: Cuts positions into pieces that are looked up one after the other.
-        drawn: The items, where they lie in memory as whole numbers, shape (items,), or for all whole batches
-            (batches, size); otherwise None.
+        drawn: The items, if they are in memory as whole numbers, shape (items,); if items are batches, the whole
+            batches, shape (batches, size); otherwise None.
     """
 
     length: int
@@ -149,13 +149,13 @@ class EpochOrder:
         self.finish()
 
 
-# These draw an epoch's order with the same calls as the sampler's ``__iter__``, but as a whole and in the smallest
-# integers that hold it; the values are the same. They draw from the sampler's generator; if it has none, from the one
-# given, or from the global one.
+# The functions ``_..._order`` draw an epoch's order with the same calls as the sampler's ``__iter__``, but as a whole
+# and in the smallest integers that fit; the values are the same. They draw from the sampler's generator. If it has
+# none, they draw from ``private_generator``, or from the global generator if this is None.
 
 
 def _given(sampler: Any) -> torch.Generator | None:
-    """Return a sampler's generator; None if that is the global one, from which everybody draws."""
+    """Return a sampler's generator; None if it has none, or the global one."""
     return None if sampler.generator is torch.default_generator else sampler.generator
 
 
@@ -199,20 +199,20 @@ _TORCH_ORDERS: Mapping[type, Callable[[Any, torch.Generator | None], EpochOrder]
 
 
 def is_torch_sampler(sampler: object) -> bool:
-    """Return whether it is one of torch's own samplers, whose data no pass changes."""
+    """Return whether a sampler is of a class of torch's own, whose attributes no pass changes."""
     return type(sampler) in _TORCH_ORDERS
 
 
 def is_always_alike(sampler: object) -> bool:
-    """Return whether every epoch surely has the same order: that of the dataset, or of a plain list."""
+    """Return whether every epoch surely has the same order: the order of the dataset, or of a plain list."""
     return type(_sampler_of_items(sampler)) in {SequentialSampler, range, list, tuple}
 
 
 def has_order(sampler: object) -> bool:
-    """Return whether ``order_of`` knows the sampler.
+    """Return whether ``order_of`` can look up the sampler's order.
 
-    What takes items again it only knows if it fits into memory, and has no generator of the user's: torch draws that
-    piece by piece, so to draw all of it would move that too far.
+    An order with repeated items must fit into memory, and the sampler must have no generator of its own: torch draws
+    such an order piece by piece, so drawing it at once would move the generator too far.
     """
     sampler = _sampler_of_items(sampler)
     if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples > len(sampler.data_source)):
@@ -227,12 +227,12 @@ def has_computed_order(sampler: object) -> bool:
 
 
 def order_of(sampler: Any, epoch: int, private_generator: torch.Generator | None = None) -> EpochOrder:
-    """Return the order of an epoch, the same that iterating the sampler yields; torch's samplers draw it here.
+    """Return the order of an epoch: the items that iterating the sampler yields. For torch's samplers, draw it now.
 
     Args:
         sampler: The sampler.
         epoch: The epoch.
-        private_generator: What torch's samplers draw from if they have no generator. Default: the global one.
+        private_generator: The generator from which torch's samplers draw if they have none. Default: the global one.
     """
     if _is_batching(sampler):
         return _in_batches(order_of(sampler.sampler, epoch, private_generator), sampler.batch_size, sampler.drop_last)
@@ -273,7 +273,7 @@ def _in_batches(items: EpochOrder, size: int, drop_last: bool) -> EpochOrder:
 
 
 def in_blocks(positions: range, size: int) -> Iterator[tuple[int, range]]:
-    """Cut positions where turns of a size begin; yield the number of each turn, and the positions within it.
+    """Cut positions at the multiples of a size; yield each block's number, and the positions within the block.
 
     Examples:
         >>> list(in_blocks(range(3, 14, 4), size=10))

@@ -1,8 +1,8 @@
-"""Random states: of generators that objects hold, of the three global ones, and the seeds of both.
+"""Random states: of the generators that objects hold, and of the three global generators; and the seeds of both.
 
 The three *global* generators are torch's on the CPU, numpy's and Python's. Samplers and training both draw from them.
-There are two ways to keep one from disturbing the other: ``PrivateRNG`` is a stream of an epoch's own, which goes on
-whenever it is entered; ``look`` puts back the states that it found, as if nobody had drawn.
+Two context managers keep samplers from disturbing training. ``PrivateRNG`` has random states of an epoch's own, which
+go on whenever it is entered. ``look`` puts the global states back when it is left, as if nothing had been drawn.
 """
 
 import base64
@@ -61,33 +61,33 @@ __all__ = [
 
 RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
-# What counts of a sampler are: these types, and no subclass, as numpy's numbers are.
+# The types of plain attributes. Subclasses, such as numpy's numbers, are left out.
 _PLAIN = {bool, int, float, str, type(None)}
-# The global ones. ``random.shuffle`` and ``numpy.random.shuffle`` are methods of them.
+# The global generators. ``random.shuffle`` and ``numpy.random.shuffle`` are methods of two of them.
 _GLOBAL = (
     torch.default_generator,
     *(getattr(draw, "__self__", None) for draw in (random.random, np.random.random_sample)),
 )
-# What others draw from, or what holds everything.
-_OTHERS = (type, ModuleType, Dataset, DataLoader, nn.Module, nn.Parameter)
-# Packages whose classes draw from their instances' attributes alone.
+# Types whose objects are shared with other code, or refer to everything.
+_SHARED = (type, ModuleType, Dataset, DataLoader, nn.Module, nn.Parameter)
+# Packages whose objects are not searched for generators, because they draw from their own attributes.
 _LIBRARIES = frozenset({"builtins", "collections", "ddp_patch", "numpy", "torch", "torchdata", "typing"})
 
 
 def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:
-    """Return the random generators in the holders' attributes, and in what these hold directly, each once.
+    """Return the random generators in the holders' attributes, and one level deeper, each once.
 
-    An attribute may be a generator, a list, tuple, set or dict of some (its first 32 elements are looked at), an object
-    of the user's that has some as attributes, a bound method of these, or a ``partial`` with some as arguments. The
-    global generators do not count. What a function draws from by its globals or closure is not found, nor are a class's
-    own attributes: ranks compare what they draw.
+    An attribute may be a generator; a list, tuple, set or dict with generators among its first 32 elements; an object
+    of the user's with generators as attributes; a bound method of a generator or of such an object; or a ``partial``
+    with generators as arguments. Global generators are left out. Generators in a function's globals or closure, or in a
+    class's own attributes, are not found. If they differ between ranks, the comparison of drawn items shows it.
     """
     found = {id(part): part for holder in holders for part in _held(holder) if _is_generator(part)}
     return list(found.values())
 
 
 def _held(holder: object) -> Iterator[Any]:
-    """Yield a holder's attributes, and what these hold."""
+    """Yield a holder's attributes, and the parts of each attribute."""
     for value in stored(holder).values():
         held = value.__self__ if isinstance(value, MethodType | BuiltinMethodType) else value
         yield held
@@ -95,15 +95,15 @@ def _held(holder: object) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return what a value holds: a container, a partial, or an object of the user's."""
+    """Return the elements of a container, the arguments of a ``partial``, or the attributes of a user's object."""
     if isinstance(value, partial):
         return (getattr(value.func, "__self__", None), *value.args, *value.keywords.values())
     return stored(value).values() if is_users(value) else elements(value)
 
 
 def is_users(value: object) -> bool:
-    """Return whether an object is of a class of the user's, and holds what it holds for itself alone."""
-    return type(value).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, _OTHERS)
+    """Return whether an object is of a user's class, and not of a type whose objects are shared with other code."""
+    return type(value).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, _SHARED)
 
 
 def _is_generator(value: object) -> bool:
@@ -123,13 +123,13 @@ def set_generator_states(holders: Iterable[object], states: Sequence[Any]) -> No
 
 
 def generator_state(generator: RandomGenerator) -> Any:
-    """Return a generator's state, in numbers, strings, lists and dicts: equal where the same numbers would be drawn."""
+    """Return a generator's state, in numbers, strings, lists and dicts. Equal states draw the same numbers."""
     state = _raw_state(generator)
     return base64.b64encode(state.numpy().tobytes()).decode() if isinstance(state, torch.Tensor) else _plain(state)
 
 
 def set_generator_state(generator: RandomGenerator, state: Any) -> None:
-    """Put a generator into a state that ``generator_state`` returned for one of its kind."""
+    """Put a generator into a state that ``generator_state`` returned for a generator of the same type."""
     match generator:
         case torch.Generator():
             state = torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
@@ -139,7 +139,7 @@ def set_generator_state(generator: RandomGenerator, state: Any) -> None:
 
 
 def _raw_state(generator: RandomGenerator) -> Any:
-    """Return a generator's state as its own methods return it."""
+    """Return a generator's state in the format of its own methods."""
     match generator:
         case torch.Generator():
             return generator.get_state()
@@ -176,14 +176,14 @@ def _plain(value: Any) -> Any:
 
 
 def _in_tuples(state: Any) -> Any:
-    """Return a state of one of Python's generators as that says it: tuples of numbers."""
+    """Return a state of a Python generator with tuples for lists, as its ``setstate`` needs them."""
     return tuple(map(_in_tuples, state)) if isinstance(state, list) else state
 
 
 def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
-    """Return the state of a generator of this kind that is seeded by a state and a key; the generator stays put."""
-    told = int.from_bytes(hashlib.blake2b(repr((state, key)).encode(), digest_size=16).digest(), "little")
-    seed = np.random.SeedSequence(told)
+    """Return the state of a new generator of the same type, which is seeded by a state and a key."""
+    number = int.from_bytes(hashlib.blake2b(repr((state, key)).encode(), digest_size=16).digest(), "little")
+    seed = np.random.SeedSequence(number)
     other: RandomGenerator
     match generator:
         case torch.Generator():
@@ -194,7 +194,7 @@ def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
             other = np.random.RandomState(seed.generate_state(4))
         case _:
             other = copy.copy(generator)  # its class may be the user's
-            other.seed(told)
+            other.seed(number)
     return generator_state(other)
 
 
@@ -209,7 +209,7 @@ def is_stateful(holder: object) -> bool:
 
 
 def plain_attributes(holder: object) -> dict[str, Any]:
-    """Return the numbers and strings that are attributes of a sampler without a ``state_dict``."""
+    """Return the attributes of a sampler without ``state_dict`` that are numbers or strings."""
     if is_stateful(holder):
         return {}
     return {
@@ -221,7 +221,7 @@ def plain_attributes(holder: object) -> dict[str, Any]:
 
 # ---- seeds and epochs ----
 
-# What a seed is used for, so that no two uses draw the same numbers.
+# The uses of a seed, so that no two uses draw the same numbers.
 _ORDER, _WORKER, _SHUFFLE, _LOADER, _READER, _PART, _BALANCING = range(7)
 
 
@@ -230,12 +230,12 @@ def _derive(seed: int, *key: int) -> np.random.SeedSequence:
 
 
 def loader_seed(seed: int, stream: str, number: int) -> int:
-    """Return the seed of one of several loaders, for which the user chose none.
+    """Return the seed of a loader for which the user chose none.
 
     Args:
-        seed: What all their seeds follow from.
-        stream: A fingerprint, in hexadecimal digits, of what is known of the loader's stream.
-        number: Which of the loaders with such a stream it is, from 1.
+        seed: The seed from which the seeds of all loaders follow.
+        stream: The fingerprint of the facts of the loader's stream, in hexadecimal digits.
+        number: The number of the loader among those with equal streams, from 1.
 
     Examples:
         >>> len({loader_seed(seed, "f0", number) for seed, number in [(0, 1), (0, 2), (1, 1)]})
@@ -261,7 +261,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def reader_seed(seed: int, epoch: int) -> int:
-    """Return the seed in ``get_worker_info()`` of worker 0 while it reads a dataset; that of worker j is j more.
+    """Return the seed in ``get_worker_info()`` of worker 0 while it reads a dataset. Worker j has the seed plus j.
 
     torch numbers the seeds of a loader's workers in this way, and datasets subtract j to get a common seed.
     """
@@ -269,7 +269,7 @@ def reader_seed(seed: int, epoch: int) -> int:
 
 
 def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
-    """Return the key of an epoch's order that is computed, not drawn."""
+    """Return the key of an epoch's order, where the order is computed, not drawn."""
     return _derive(seed, _SHUFFLE, epoch)
 
 
@@ -279,11 +279,11 @@ def balancing_key(seed: int, epoch: int, window: int) -> np.random.SeedSequence:
 
 
 class Seed:
-    """The seed in force. Whoever derives random states reads it here, so that a restored state's holds for all.
+    """A loader's seed. All objects that derive random states share it, so that a restored state's seed holds for all.
 
     Args:
         value: The seed, a whole number of at least 0.
-        is_chosen: Whether the user chose it; then no state replaces it.
+        is_chosen: Whether the user chose the seed. Then no restored state replaces it.
     """
 
     def __init__(self, value: int, *, is_chosen: bool) -> None:
@@ -292,12 +292,12 @@ class Seed:
 
 
 class EpochCounter:
-    """Which epoch is the latest, and which comes next: that begins when a pass draws its first item.
+    """The number of the latest epoch, and of the next one, which begins when a pass draws its first item.
 
-    An iterator that draws nothing does not count. A ``DataLoader`` with workers makes such a one for each pass.
+    An iterator that draws nothing begins no epoch. A ``DataLoader`` with workers makes such an iterator for each pass.
 
     Attributes:
-        current: The latest epoch; before it has begun, the upcoming one.
+        current: The latest epoch; before the first one has begun, the upcoming epoch.
         upcoming: The epoch that the next pass will draw.
         passes: How many passes over a sharded loader have begun.
     """
@@ -323,15 +323,15 @@ def distributed_permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeeding:
-    """A ``worker_init_fn`` that seeds each worker by (seed, epoch, rank, worker), then calls the user's.
+    """A ``worker_init_fn`` that seeds each worker by (seed, epoch, rank, worker), then calls the user's function.
 
     torch seeds workers from a number that the main process draws. Ranks that are seeded alike, or share a generator,
-    draw the same number, so all would augment alike. This replaces ``get_worker_info().seed`` too, because datasets
-    seed their own generators from it.
+    draw the same number, so all ranks would augment alike. ``get_worker_info().seed`` is replaced, too, because
+    datasets seed their own generators from it.
 
     Attributes:
         worker_init_fn: The user's function, or None.
-        seed: Read when a worker starts.
+        seed: The loader's seed, which is read when a worker starts.
     """
 
     worker_init_fn: Callable[[int], object] | None
@@ -343,7 +343,7 @@ class WorkerSeeding:
         """Seed torch, numpy and ``random`` in worker ``worker_id``.
 
         Raises:
-            UnsupportedLoaderError: The worker is a thread. A process runs its worker in its main thread.
+            UnsupportedLoaderError: The worker is a thread, not the main thread of a process.
         """
         if threading.current_thread() is not threading.main_thread():
             raise UnsupportedLoaderError(
@@ -361,26 +361,26 @@ class WorkerSeeding:
             self.worker_init_fn(worker_id)
 
 
-# So long a thread waits for another one that reads under swapped states.
+# How many seconds a thread waits for a thread that has swapped the random states.
 _WAITS_S = 30.0
 
 
 class _Turns:
-    """Lets one thread of the process at a time swap random states.
+    """A lock, under which one thread of the process at a time swaps random states.
 
-    All threads share the global generators, and may share others. If two threads swapped states at once, each would
-    take the other's private ones for those of the training.
+    All threads share the global generators. If two threads swapped states at once, each would take the other's private
+    states for the states of the training.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._names: list[str] = []  # of who has the turn, and who took it within that
+        self._names: list[str] = []  # of the loaders whose draws hold the lock, the outermost first
 
     def take(self, name: str) -> None:
-        """Wait for the turn.
+        """Acquire the lock for a draw from the loader of this name.
 
         Raises:
-            UnsupportedLoaderError: Another thread has it for too long.
+            UnsupportedLoaderError: Another thread holds the lock for too long.
         """
         if not self._lock.acquire(timeout=_WAITS_S):
             other = next(iter(self._names), "another loader")
@@ -393,7 +393,7 @@ class _Turns:
         self._names.append(name)
 
     def leave(self) -> None:
-        """Let another thread have the turn."""
+        """Release the lock."""
         self._names.pop()
         self._lock.release()
 
@@ -403,7 +403,7 @@ _turns = _Turns()
 
 @contextmanager
 def one_at_a_time(name: str = "another loader") -> Iterator[None]:
-    """While entered, let no other thread swap random states; ``name`` says for what."""
+    """While entered, let no other thread swap random states; ``name`` is the loader in errors."""
     turns = _turns
     turns.take(name)
     try:
@@ -427,7 +427,7 @@ class GlobalState:
     """A state of the three global generators.
 
     Attributes:
-        installs: How often this process has put one in place: code that draws may put back what was there.
+        installs: How often this process has installed a state. The number shows that code drew and put the state back.
     """
 
     installs: ClassVar[int] = 0
@@ -439,7 +439,7 @@ class GlobalState:
 
     @classmethod
     def capture(cls) -> "GlobalState":
-        """Return the state now."""
+        """Return the present state."""
         # numpy keeps a second normal draw beside the bit generator. Swapping bit generators would lose it.
         gauss = np.random.get_state(legacy=False) if may_hold_a_normal() else None
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
@@ -447,7 +447,7 @@ class GlobalState:
 
     @classmethod
     def seeded(cls, sequence: np.random.SeedSequence) -> "GlobalState":
-        """Return a state that follows from a seed; that of now stays."""
+        """Return the state that follows from a seed; the present state is not changed."""
         return cls(
             torch.Generator().manual_seed(torch_seed(sequence)).get_state(),
             np.random.MT19937(sequence),
@@ -456,18 +456,18 @@ class GlobalState:
         )
 
     def copied(self) -> "GlobalState":
-        """Return a state that stays as it is while others draw from this one."""
+        """Return a copy, which does not change while numpy draws from this state."""
         return replace(self, numpy=copy.deepcopy(self.numpy))
 
     def values(self) -> tuple[object, ...]:
-        """Return what is equal for two states from which the same numbers would be drawn."""
+        """Return values to compare states by: states with equal values draw the same numbers."""
         words = self.numpy.state["state"].values()
         numpy = [word.tobytes() if isinstance(word, np.ndarray) else word for word in words]
         gauss = self.numpy_gauss["gauss"] if self.numpy_gauss and self.numpy_gauss["has_gauss"] else None
         return self.torch.numpy().tobytes(), numpy, gauss, self.python
 
     def install(self) -> None:
-        """Let the generators go on from it."""
+        """Put the global generators into this state."""
         GlobalState.installs += 1
         torch.set_rng_state(self.torch)
         np.random.set_bit_generator(self.numpy)  # type: ignore[attr-defined]  # as get_bit_generator
@@ -477,15 +477,16 @@ class GlobalState:
 
 
 class PrivateRNG:
-    """Let generators draw from private states of (seed, epoch) while entered: the global ones, and some others.
+    """A context in which the global generators, and some others, draw from private states of (seed, epoch).
 
-    Enter it as often as you like: the private states go on where they stopped, and what was found is put back.
+    The context may be entered often: the private states go on where they stopped. Leaving it restores the generators'
+    own states.
 
     Args:
-        seed: The seed in force.
+        seed: The loader's seed.
         epoch: The epoch.
-        others: The states that other generators begin with.
-        name: What is drawn, for an error.
+        others: Other generators, and the private states that they begin with.
+        name: The loader in errors.
         has_global: Whether the global generators draw from private states, too.
 
     Examples:
@@ -511,7 +512,7 @@ class PrivateRNG:
         self._private = self._at_first() if has_global else None
         self._first: GlobalState | None = None
         self._is_entered = self._was_moved = False
-        self._others: dict[RandomGenerator, Any] = {}  # their private states, as their own methods return them
+        self._others: dict[RandomGenerator, Any] = {}  # private states, in the format of the generators' methods
         with one_at_a_time(name):
             for generator, state in others.items():
                 found = _raw_state(generator)
@@ -531,7 +532,7 @@ class PrivateRNG:
         return not self._was_moved and now.values() == self._first.values()
 
     def switch_to_worker(self, reader: int) -> None:
-        """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""
+        """Change to the private states of a worker that reads a part of the epoch; at once, if entered."""
         self._was_moved = not self.drew_nothing
         self._key, self._first = (_PART, self._key[1], reader), None
         self._private = self._at_first()
@@ -564,13 +565,12 @@ class PrivateRNG:
 def look(
     generators: Iterable[RandomGenerator] = (), *, seed: int | None = None, epoch: int = 0
 ) -> Iterator[Callable[[], bool]]:
-    """Put the global generators, and others, back to where they were; yield what tells whether any was drawn from.
+    """When left, restore the global generators, and some others; yield a function that says whether any has drawn.
 
     Args:
-        generators: The others.
-        seed: Lets the global ones draw from the private stream of this seed meanwhile; None to let them draw what comes
-            next.
-        epoch: The private stream's epoch.
+        generators: The other generators.
+        seed: While entered, the global generators draw from the private states of this seed. With None, they go on.
+        epoch: The epoch of the private states.
 
     Examples:
         >>> with look() as was_moved:
@@ -585,7 +585,7 @@ def look(
         before, installs = looked.values(), GlobalState.installs
 
         def was_moved() -> bool:
-            # Code that draws may put back what was there.
+            # Code that draws may put the states back, so the installs count, too.
             are_same = all(generator_state(generator) == state for generator, state in others)
             return GlobalState.installs != installs or not are_same or GlobalState.capture().values() != before
 
