@@ -1,4 +1,4 @@
-"""Agree with the other ranks on how data is sharded: what they report, how it is judged, what follows."""
+"""Agree with the other ranks on how data is sharded: what the ranks report, how the first rank judges the reports."""
 
 import warnings
 from collections import Counter
@@ -34,13 +34,13 @@ __all__ = ["ONE", "Agreed", "Subject", "agree", "failures_broadcast"]
 
 AGREEING = "Agreeing on how data is sharded"
 
-# How a call for a single loader or sampler is described.
+# The description of the loaders in a call for a single loader or sampler.
 ONE = "one"
 
 _numbers = count(1)
-# A name for each process group's store, which the first rank gives it.
+# A name for each process group's store, chosen by the first rank.
 _nonces: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-# How many loaders without a seed these ranks have patched that had such a stream.
+# How many loaders without a seed were patched, by their ranks and the fingerprints of their streams.
 _numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
 
 
@@ -53,10 +53,10 @@ class Agreed:
         options: What the user chose.
         seed: The seed of every epoch's order; the same on every rank.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
-        claims: Where ranks compare their passes over the loader; None if there are no others.
+        claims: The claims by which ranks compare their passes over the loader; None if there are no other ranks.
         place: Where the loader was patched, for errors.
-        columns: Which columns of the dataset the ranks compare when passes begin, by name.
-        why_in_common: Says why ranks may be given the same samples, though each should have its own; None where they
+        columns: The names of the dataset's columns that the ranks compare when passes begin.
+        why_in_common: Says why ranks may get the same samples, though each should have its own; None if the ranks
             compare no samples.
     """
 
@@ -80,12 +80,12 @@ class Agreed:
         return Plan.of_batch(self.options, self.world.rank, self.world.num_replicas)
 
     def data_digest(self, dataset: object) -> str:
-        """Return a digest of what identifies a dataset when a pass begins; empty where ranks do not compare that."""
+        """Return a digest of what identifies a dataset when a pass begins; empty if the ranks do not compare data."""
         return data_digest(dataset, self.options.fingerprint, self.columns)
 
     @property
     def data_named(self) -> str:
-        """What that is of, for errors."""
+        """What ``data_digest`` is a digest of, for errors."""
         return "what fingerprint= returns" if callable(self.options.fingerprint) else " or ".join(self.columns)
 
     @property
@@ -96,7 +96,7 @@ class Agreed:
     def compare(self, doing: str, facts: Mapping[str, object]) -> None:
         """Compare facts between the ranks; raise RankMismatchError on every rank if they differ.
 
-        It does nothing in an explicit world.
+        Do nothing in an explicit world.
 
         Args:
             doing: What the ranks are doing, for the error.
@@ -113,12 +113,12 @@ class Subject:
 
     Attributes:
         compared: What must be the same on every rank, by name.
-        stream: The stream to shard; None if it is sharded already.
+        stream: The stream to shard; None if the loader is sharded already.
         made_for: The rank and the number of ranks that an already sharded loader was made for, if known.
-        label: Its name among several loaders; empty for a single one.
-        claim: What it shows of being sharded already; None if it is not, or was compared before.
-        held: Which lists its dataset holds, such as files, where that splits itself over all ranks' workers.
-        columns: What the ranks compare of its dataset; none where they do not.
+        label: The loader's name among several loaders; empty for a single loader.
+        claim: What the loader shows of how it is sharded already; None if it is not, or was compared before.
+        held: The lists in its dataset, such as files, if the dataset splits itself over all ranks' workers.
+        columns: The columns of its dataset that the ranks compare.
     """
 
     compared: Mapping[str, object]
@@ -130,21 +130,21 @@ class Subject:
     columns: Sequence[Column] = ()
 
 
-# What a rank reports of all its loaders, or of one; what the first rank decides on one. As JSON has it.
+# A rank's report of all its loaders, or of one loader; or the first rank's decision on a loader. JSON values.
 Report: TypeAlias = Mapping[str, Any]
 
 
 def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str = ONE) -> list[Agreed]:
     """Compare the ranks and return what they agreed on, for each of several loaders.
 
-    Every rank sends one record for all, and gets the first rank's seeds and generator states. In an explicit world, no
-    rank waits for another and the generators stay as they are.
+    Every rank sends one record for all loaders, and gets the first rank's seeds and generator states. In an explicit
+    world, no rank waits for another, and the generators are not changed.
 
     Args:
         world: The ranks that share.
         options: What the user chose.
-        subjects: What they agree on.
-        nest: A description of the loaders, the same on every rank.
+        subjects: The loaders or samplers that the ranks agree on.
+        nest: The structure of the nested loaders, in words, the same on every rank.
 
     Raises:
         RankMismatchError: The facts or options differ, or a rank refused.
@@ -152,19 +152,19 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         WorldError: An explicit world has more shares than the process group has ranks.
 
     Warns:
-        RankMismatchWarning: Data differ that do not tell samples apart; on the first rank.
+        RankMismatchWarning: Data differ, but only data that do not tell samples apart. Given on the first rank.
     """
     if world.share_of_rank is None:
         return _agree_alone(world, options, subjects)
     members = list(world.share_of_rank)
     generators = [() if subject.stream is None else subject.stream.generators for subject in subjects]
-    is_first = dist.get_rank() == members[0]  # whose states all others take
+    is_first = dist.get_rank() == members[0]  # all other ranks take its states
     report = {
-        # What else is reported may depend on these.
+        # Compared first: other parts of the report may depend on these.
         "alike": {"version of ddp_patch": import_module("ddp_patch").__version__, "loaders": nest},
         "common": _common_facts(options, world.share_of_rank),
         "seed": options.seed,
-        # Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
+        # Tensor-parallel ranks in other groups cannot be asked, and may have to draw the same.
         "base_seed": torch.initial_seed() if len(members) == dist.get_world_size() else 0,
         "share": world.rank,
         "loaders": [_report(*each, is_first) for each in zip(subjects, generators, strict=True)],
@@ -180,7 +180,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
 
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
-    """Return the agreements in an explicit world, where no other rank is asked."""
+    """Return the agreements in an explicit world, without asking other ranks."""
     agreed = []
     for subject in subjects:
         with error_context(subject.label):
@@ -190,13 +190,13 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
 
 
 def _agreed(world: World, options: Options, claims: Claims | None, decision: Report) -> Agreed:
-    """Return an agreement: with the user's seed, if one was chosen."""
+    """Return an agreement, with the user's seed if there is one."""
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
     return Agreed(world, options, seed, decision["number"], claims, columns=decision["columns"])
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
-    """Return the options that must be alike, and which rank takes which share: of many ranks a fingerprint of it."""
+    """Return the options that must be the same, and each rank's share; for many ranks, a fingerprint of the shares."""
     shares = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
     return {name: getattr(options, name) for name in ("share", "uneven", "layout")} | {
         "seed": "default" if options.seed is None else options.seed,
@@ -208,8 +208,8 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
 def _report(subject: Subject, generators: Sequence[RandomGenerator], is_first: bool) -> Report:
     """Return what a rank reports of one loader.
 
-    It has what tells of the data that the dataset holds, and of what distinguishes the stream from others; and the
-    first rank's states of the user's generators.
+    The report has the loader's facts, the columns of its dataset and a fingerprint of its stream. On the first rank, it
+    also has the states of the user's generators.
     """
     stream = subject.stream
     return {
@@ -225,10 +225,10 @@ def _report(subject: Subject, generators: Sequence[RandomGenerator], is_first: b
 
 
 def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
-    """Compare the ranks' loaders, and decide for each what is used on all ranks: seed, generators, number.
+    """Compare the ranks' loaders, and decide for each loader on the seed, generator states and number for all ranks.
 
     Raises:
-        RankMismatchError: They differ. No seed counts as given then.
+        RankMismatchError: The loaders differ. No number of a seed is used up then.
     """
     first = next(iter(reported.values()))
     require_same(AGREEING, {rank: report["alike"] for rank, report in reported.items()})
@@ -269,12 +269,13 @@ def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mappi
 def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
     seed, loader = first["seed"], next(iter(of_ranks.values()))
     if seed is None:
-        # No two loaders of these ranks may have the same order. Count per group and stream: tensor-parallel ranks in
-        # another group must come to the same seed, even if only one of the groups has patched another loader before.
+        # No two loaders of these ranks may have the same order. Count loaders per group and stream: tensor-parallel
+        # ranks in another group must come to the same seed, even if only one of the groups has patched another loader
+        # before.
         like = (*of_ranks, loader["stream"])
         _numbers_of_like[like] += 1
         seed = loader_seed(first["base_seed"], loader["stream"], _numbers_of_like[like])
-    # A process group that is made later may have the same store; then no claim of its is one of the first one's.
+    # A later process group may have the same store. The nonce keeps the claims of both groups apart.
     nonce = _nonces.setdefault(default_store(), uuid4().hex[:8])
     number = next(_numbers)
     return {"seed": seed, "generators": loader["generators"], "number": number, "token": f"{nonce}/{number}"}
@@ -282,7 +283,7 @@ def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
 
 @contextmanager
 def failures_broadcast(world: World | None, doing: str = AGREEING) -> Iterator[None]:
-    """Report to the other ranks if this one raises first, so that they don't wait for it."""
+    """While entered, report an error of this rank to the other ranks, so that they don't wait for this rank."""
     try:
         yield
     except Exception as error:
@@ -292,10 +293,10 @@ def failures_broadcast(world: World | None, doing: str = AGREEING) -> Iterator[N
 
 
 def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
-    """Raise unless the loaders, which are sharded already, were made for these ranks, each share equally often.
+    """Raise an error unless the sharded loaders were made for these ranks, each share equally often.
 
     Args:
-        held: Which shard each rank takes, and the rank and number of ranks that its loader was made for.
+        held: The shard that each rank takes, and the rank and number of ranks that its loader was made for.
     """
     by_place = dict(held.values())
     taken, ranks = Counter(by_place.values()), next(iter(by_place.values()))[1]
@@ -311,10 +312,10 @@ def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
 
 
 def require_same_data(reported: Mapping[int, Sequence[Column]], lengths: Mapping[int, object] | None = None) -> Verdict:
-    """Return what the columns of the ranks' datasets say; raise if those differ that tell samples apart.
+    """Compare the columns of the ranks' datasets; raise an error if columns differ that tell samples apart.
 
     Args:
-        reported: What each rank reports about its dataset.
+        reported: The columns of each rank's dataset.
         lengths: How many samples each rank says that it has.
     """
     verdict = compared(reported)
@@ -338,7 +339,7 @@ def require_same_data(reported: Mapping[int, Sequence[Column]], lengths: Mapping
 
 
 def likely_text(label: str, verdict: Verdict) -> str:
-    """Return what is said of columns that differ and do not tell samples apart; nothing if there are none."""
+    """Return a warning about columns that differ and do not tell samples apart; empty if there are none."""
     if not verdict.likely:
         return ""
     return (
@@ -351,14 +352,14 @@ def likely_text(label: str, verdict: Verdict) -> str:
 
 
 def require_alike(claims: Mapping[int, Claim], *, even: bool = True) -> None:
-    """Raise unless ranks that are sharded already make equally many steps, by the same settings.
+    """Raise an error unless loaders that are sharded already have equally many steps, and the same settings.
 
     Args:
-        claims: What each rank shows.
+        claims: Each rank's claim.
         even: Whether ranks have to make equally many steps.
 
     Raises:
-        RankMismatchError: They do not, or settings differ.
+        RankMismatchError: The numbers of steps or the settings differ.
     """
     name = next(iter(claims.values()))["name"]
     facts = {

@@ -1,4 +1,4 @@
-"""Claims in the process group's store: what the first rank says of something counts. Nobody waits for another rank."""
+"""Claims in the process group's store: the first value that a rank sets for a fact counts. No rank waits."""
 
 import atexit
 import warnings
@@ -18,41 +18,43 @@ from ddp_patch.ranks.patient_store import STORE_ERRORS, PatientStore
 
 __all__ = ["Claims", "agreed_claims", "claims_of_explicit_world", "unwatched"]
 
-# Which process group it is of those that had the same store, and how often loaders that look alike were patched in it.
+# By store: the number of the process group among those that had the store; how many loaders with equal facts were
+# patched in an explicit world.
 _given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _patched: WeakKeyDictionary[Any, defaultdict[str, int]] = WeakKeyDictionary()
 
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
-# What was left about the last loaders that are gone on this rank stays, so that slower ranks may read it.
+# The values of this many loaders that were deleted last stay in the store, so that slower ranks may read them.
 _GONE_KEPT = 8
 _gone: deque[tuple[ref[Any], Collection[str]]] = deque()
 
-# Whose ranks are told when this process exits.
+# The claims whose ranks are told when this process exits.
 _alive: WeakSet["Claims"] = WeakSet()
 
-_NEVER = "~"  # no value that anybody leaves
-# Begins a mismatch that is told to all; a number there says which pass all ranks have begun.
+_NEVER = "~"  # no rank sets this value
+# The first letter of a mismatch in the value for all ranks. Otherwise this value is the number of the latest pass that
+# all ranks have begun.
 _MISMATCH = "!"
 
 
 class Claims:
-    """What the ranks say of one loader, in the store of the process group in which it was patched.
+    """The facts that ranks claim about one loader, in the store of the process group in which the loader was patched.
 
-    A rank claims a fact by its name: if no rank has, its own word counts from then on; else it gets the word that does.
-    So all ranks are compared with one word, and what a rank pays does not grow with their number.
+    A rank claims a value for a fact: the first rank's value counts from then on, and every later rank gets it as the
+    answer. So all ranks are compared with one value, and a rank's cost does not grow with their number.
 
     Args:
         key: Names the loader in the store.
         group: Names these ranks, alike for all of their loaders.
         rank: This process's global rank.
-        members: The global ranks of all of them.
-        keys: What this rank has left there already.
-        read_one_stream: Whether all shard one stream: a process group may contain several explicit worlds.
+        members: The global ranks that claim.
+        keys: The keys that this rank has set before.
+        read_one_stream: Whether all members shard one stream: a process group may contain several explicit worlds.
 
     Attributes:
-        group, rank, members, read_one_stream: As given.
-        store: The store, which may fail.
+        group, rank, members, read_one_stream: The arguments.
+        store: The process group's store, which may fail.
     """
 
     def __init__(
@@ -70,17 +72,17 @@ class Claims:
         self.read_one_stream: bool = read_one_stream
         self._key = key
         self.store: PatientStore = PatientStore()
-        self._keys = {*keys}  # all that this rank has left
-        self._forgotten = -1  # the latest pass of which this is deleted
+        self._keys = {*keys}  # all keys that this rank has set
+        self._forgotten = -1  # the latest pass whose keys are deleted
         _delete_gone()
         _alive.add(self)
         finalize(self, _gone.append, (self.store.ref, self._keys)).atexit = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy of the loader makes passes of its own, which other ranks need not know about
+        return type(None), ()  # the passes of a copy of the loader are not compared
 
     def claim(self, name: str, value: str) -> str:
-        """Set a fact unless some rank has, and return what counts; the value itself if nobody can tell."""
+        """Set a fact unless a rank has set it, and return the value that counts; ``value`` if the store fails."""
         found = self.store.ask("compare_set", self._path(name), "", value)
         if found is not None and found.decode(errors="replace") != value:
             return str(found.decode(errors="replace"))
@@ -88,34 +90,34 @@ class Claims:
         return value
 
     def put(self, name: str, value: str) -> bool:
-        """Set a value in the least time, without an answer; return whether the store took it."""
+        """Set a value without waiting for an answer; return whether the store took it."""
         return self.store.set(self._owned(name), value)
 
     def value(self, name: str) -> str | None:
-        """Return what is set now; None if nothing is. Whoever asks a store to get that would wait."""
+        """Return the value that is set now; None if there is none, where the store's own ``get`` would wait."""
         found = self.store.ask("compare_set", self._path(name), _NEVER, _NEVER)
         text = _NEVER if found is None else str(found.decode(errors="replace"))
         return None if text == _NEVER else text
 
     def _path(self, name: str) -> str:
-        """Return the key of a name; one that begins with a slash is of all of these ranks' loaders."""
+        """Return the key of a name. A name that begins with a slash is common to all loaders of these ranks."""
         return f"{self.group}{name}" if name.startswith("/") else f"{self._key}/{name}"
 
     def _owned(self, name: str) -> str:
-        """Return the key of a name, and note that this rank is to delete it."""
+        """Return the key of a name, and remember to delete it."""
         if not name.startswith("/"):
             self._keys.add(self._path(name))
         return self._path(name)
 
     def add(self, name: str, more: int) -> int:
-        """Add to a number that is all ranks', and return it; 0 if nobody can tell."""
+        """Add to a number that all ranks share, and return the sum; 0 if the store fails."""
         found = int(self.store.ask("add", self._path(name), more) or 0)
-        if found >= len(self.members):  # the last one of them is to delete it
+        if found >= len(self.members):  # the last member deletes it
             self._owned(name)
         return found
 
     def forget_passes(self, until: int) -> None:
-        """Delete what this rank has left of passes up to a number, as names that begin with theirs."""
+        """Delete the keys that this rank has set for the passes up to a number."""
         while self._forgotten < until:
             self._forgotten += 1
             of_pass = f"{self._key}/{self._forgotten}/"
@@ -123,13 +125,13 @@ class Claims:
                 self.store.ask("delete_key", key)
                 self._keys.discard(key)
 
-    # ---- what all are told ----
+    # ---- the value for all ranks ----
 
     def hear(self) -> int:
-        """Return the number of the latest pass that all ranks have begun, as far as they told; -1 before the first.
+        """Return the number of the latest pass that all ranks have reported as begun; -1 before the first.
 
         Raises:
-            RankMismatchError: A rank has found one.
+            RankMismatchError: A rank has found a mismatch.
         """
         told = self.value("told") or ""
         if told.startswith(_MISMATCH):
@@ -137,7 +139,7 @@ class Claims:
         return int(told) if told.isdecimal() else -1
 
     def tell(self, told: str | int) -> None:
-        """Tell all of a mismatch, or which pass all have begun, unless a mismatch is told already."""
+        """Report a mismatch to all ranks, or the pass that all have begun, unless a mismatch is reported already."""
         said, before = f"{told}" if isinstance(told, int) else _MISMATCH + told, self.value("told") or ""
         while not before.startswith(_MISMATCH):
             found = self.store.ask("compare_set", self._path("told"), before, said)
@@ -149,35 +151,36 @@ class Claims:
 @atexit.register
 def _leave_marks_of_exit() -> None:
     for claims in [*_alive]:
-        with suppress(*STORE_ERRORS):  # the process that holds it may have ended before
+        with suppress(*STORE_ERRORS):  # the process that runs the store may have ended before
             if (store := claims.store.opened()) is not None:
                 store.set(claims._path(f"exit/{claims.rank}"), "1")
 
 
 def _delete_gone() -> None:
-    """Delete what this rank has left about loaders that are gone, but for the last ones."""
+    """Delete the keys that this rank has set for loaders that were deleted, except for the last loaders."""
     while len(_gone) > _GONE_KEPT:
-        with suppress(IndexError, *STORE_ERRORS):  # another thread took it; or the store is gone
+        with suppress(IndexError, *STORE_ERRORS):  # another thread took the entry; or the store is gone
             store, keys = _gone.popleft()
             for key in keys if dist.is_initialized() and store() is default_store() else ():
                 default_store().delete_key(key)
 
 
 def agreed_claims(members: Sequence[int], token: str) -> Claims:
-    """Return the claims of the ranks that made an agreement with this one, which have a token from it."""
+    """Return the claims of the ranks that agreed with this rank, which all have the agreement's token."""
     key = f"ddp_patch/p{digest(list(members))[:8]}/{token}"
     return Claims(key, key.rpartition("/")[0], dist.get_rank(), members)
 
 
 def claims_of_explicit_world(share: int, num_replicas: int, described: Mapping[str, object]) -> Claims | None:
-    """Return the claims of the ranks that may share in an explicit world; None if there is nothing to compare.
+    """Return the claims of the ranks in an explicit world; None if there is no other rank to compare with.
 
-    All ranks of the process group may. The n-th loader that looks like this one is the n-th on every rank.
+    All ranks of the process group may belong to the world. The n-th loader with equal facts is the same loader on every
+    rank.
 
     Args:
         share: Which share this rank takes.
-        num_replicas: Of how many.
-        described: How the loader looks.
+        num_replicas: How many shares there are.
+        described: The loader's facts.
 
     Raises:
         WorldError: There are more shares than ranks.
@@ -192,7 +195,7 @@ def claims_of_explicit_world(share: int, num_replicas: int, described: Mapping[s
             "the shards. Leave rank= and num_replicas= out, or simulate other worlds without a process group."
         )
     rank, store, most = dist.get_rank(), default_store(), ranks // num_replicas
-    # Counted even where the store fails, which it may do on this rank alone.
+    # Count the loader even if the store fails, because the store may fail on this rank alone.
     like, counts = f"{num_replicas}/{digest(sorted(described.items()))}", _patched.setdefault(store, defaultdict(int))
     counts[like] += 1
     try:
@@ -226,7 +229,7 @@ def claims_of_explicit_world(share: int, num_replicas: int, described: Mapping[s
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Allow explicit worlds that only simulate ranks."""
+    """While entered, allow explicit worlds that only simulate ranks."""
     token = _IS_WATCHED.set(False)
     try:
         yield

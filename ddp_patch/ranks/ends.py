@@ -1,4 +1,4 @@
-"""Where passes end on one rank: others may be given more, or may not have begun them."""
+"""Compare where passes end: other ranks may get more batches, or may not have begun the pass."""
 
 from time import monotonic, perf_counter, sleep
 
@@ -6,37 +6,38 @@ from ddp_patch.ranks.claims import Claims
 
 __all__ = ["Ends"]
 
-# The first steps of a pass whose end nobody knows are all told. Later ones may take one part in so many of the time.
+# In a pass of unknown length, every one of the first steps is reported. Reports of later steps may take 1/100 of the
+# time.
 _TOLD_STEPS, _STEP_TIMES = 1000, 100
-# Whoever comes to such an end waits at most so long for ranks that may be given more, or for so many steps if these
-# take longer: with DDP the others are a step behind at most, but a step may take long to load.
+# At the end of such a pass, a rank waits at most 3 s, or 2 steps if these take longer, for ranks that may get more
+# batches: with DDP, other ranks are one step behind at most, but a step may take long to load.
 _MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 3.0, 2, 60.0, 0.002
-# So many batches may be given on one rank before another sees what the first one left.
+# How many batches a rank may report before another rank reads the first report.
 _SLOTS = 8
-# Whoever was given a whole pass waits at most so long, in all passes over a loader, for ranks that have not begun it.
+# How many seconds a rank waits, in all passes over a loader, for ranks that have not begun a pass that it has finished.
 PATIENCE_S = 10.0
-_LOOK_S = 0.5  # between two looks at what these ranks do
+_LOOK_S = 0.5  # between two checks of what these ranks do
 
 
 class Ends:
-    """Compares the ends of passes with what other ranks do.
+    """Compares the ends of this rank's passes with the other ranks' progress.
 
-    A rank whose stream ends early finds that out only there: the others wait for it in their next collective, and ask
-    for nothing more. All ranks leave the same value where they are given a batch, so what one reads does not grow with
-    the number of ranks; to leave it takes no answer of the store's, so no step waits.
+    A stream that ends early on a rank can be noticed only by this rank: the other ranks wait for it in their next
+    collective. All ranks set the same value when they get a batch, so reading it costs the same for any number of
+    ranks. Setting the value needs no answer of the store, so no step waits.
 
     Attributes:
-        all_begun: The number of the latest pass that all ranks have begun, as far as this one has heard.
+        all_begun: The number of the latest pass that all ranks have begun, as far as this rank knows.
     """
 
     def __init__(self) -> None:
         self.all_begun: int = -1
         self._ends = 0  # how many passes ended
         self._patience_s = PATIENCE_S
-        self._first_step_s, self._due_s = 0.0, 0.0  # when the first step came, and when the next is told
+        self._first_step_s, self._due_s = 0.0, 0.0  # when the first step came, and when the next report is due
 
     def give_step(self, claims: Claims, step: str, batches: int) -> None:
-        """Leave that this rank was given so many batches of a pass, if that is due."""
+        """Report how many batches of a pass this rank has got, if a report is due."""
         now_s = perf_counter()
         if batches == 1:
             self._first_step_s = now_s
@@ -48,20 +49,20 @@ class Ends:
             self._due_s = told_s + _STEP_TIMES * (told_s - now_s)
 
     def is_short(self, claims: Claims, step: str, batches: int, slack: int) -> bool:
-        """Wait a moment for ranks that may be given more of a pass; return whether one was.
+        """Wait a moment for ranks that may get more batches of a pass; return whether a rank did.
 
         Args:
-            claims: Where ranks leave what they were given.
-            step: Names the pass.
-            batches: How many batches this rank was given.
-            slack: How many more another may be given.
+            claims: The claims in which ranks report their batches.
+            step: A name of the pass.
+            batches: How many batches this rank has got.
+            slack: How many more batches another rank may rightly get.
         """
         self._ends += 1
         ended, more = claims.add("ended", 1), batches + slack + 1
         step_s = (perf_counter() - self._first_step_s) / max(1, batches - 1) if batches else 0.0
         until_s = monotonic() + min(max(_MOMENT_S, _STEPS * step_s), _MOST_S)
         while claims.value(f"given/{more % _SLOTS}") != f"{step} {more}":
-            # All that have come to their ends: then nobody is given more.
+            # If all ranks have ended the pass, no rank gets more.
             if ended >= self._ends * len(claims.members) or not claims.store.is_heard or monotonic() > until_s:
                 return False
             sleep(_AGAIN_S)
@@ -69,15 +70,16 @@ class Ends:
         return True
 
     def missing(self, claims: Claims, number: int, made: int | None) -> tuple[list[int], str]:
-        """Wait for ranks that have not begun a pass, of which this one was given all; return them, and what is certain.
+        """Wait for the ranks that have not begun a pass that this rank has finished; return them, and a proof.
 
         Args:
-            claims: Where ranks tell which passes they have begun.
-            number: That of the pass.
-            made: How many passes this rank has made over all loaders; None if that is not compared.
+            claims: The claims in which ranks report the passes that they have begun.
+            number: The number of the pass.
+            made: How many passes this rank has begun over all loaders; None if the ranks do not compare this number.
 
         Returns:
-            The ranks that have not begun it, and what shows that one never will; empty where that is not certain.
+            The ranks that have not begun the pass, and the fact that proves that one of them never will; empty without
+            proof.
         """
         began_s = looked_s = monotonic()
         missing, why = list[int](), ""
@@ -95,10 +97,10 @@ class Ends:
 
 
 def _without(claims: Claims, number: int, made: int | None) -> tuple[list[int], str]:
-    """Return the ranks that have not begun a pass, and what shows that one never will."""
+    """Return the ranks that have not begun a pass, and the fact that proves that one of them never will."""
     missing, why = [], ""
     for rank in claims.members:
-        # First what it does, so that it had done that without the pass.
+        # Read the rank's other passes first, so that it has made these before the pass.
         has_exited, has_made = claims.value(f"exit/{rank}") is not None, int(claims.value(f"/made/{rank}") or 0)
         if int(claims.value(f"begun/{rank}") or -1) < number:
             missing.append(rank)

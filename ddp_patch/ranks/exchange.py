@@ -1,4 +1,4 @@
-"""Collect one record from every rank and answer each, within a deadline.
+"""Collect a record from every rank, and send every rank an answer, within a deadline.
 
 The ranks use the process group's key-value store, not a collective. So an exchange works with any backend and any
 subset of ranks, leaves no group behind, and can name the missing ranks.
@@ -34,12 +34,12 @@ __all__ = [
 ]
 
 
-# Of more ranks, or of more values, an error lists no more than these.
+# The most ranks, and the most values, that an error lists.
 FEW = 16
 
 
 def ranks_text(numbers: Sequence[int]) -> str:
-    """Return which ranks these are, in words.
+    """Return the ranks in words.
 
     >>> ranks_text([1]), ranks_text([0, 2]), ranks_text([*range(512), *range(513, 1024)])
     ('rank 1', 'ranks 0, 2', 'ranks 0 to 511, 513 to 1023')
@@ -61,7 +61,7 @@ def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 
 def who_has_what(holders: Mapping[Any, list[int]]) -> str:
-    """Return who has what, in words, the smallest party first; of many, the last are the others."""
+    """Return which ranks have which value, in words, the smallest group of ranks first; of many, the rest as one."""
     parties = sorted(holders.items(), key=lambda party: (len(party[1]), min(party[1])))
     few = len(parties) if sum(map(len, holders.values())) <= FEW else min(len(parties), FEW) - 1
     told = [f"{value} on {ranks_text(members)}" for value, members in parties[:few]]
@@ -72,14 +72,14 @@ def who_has_what(holders: Mapping[Any, list[int]]) -> str:
 
 
 def parties_text(holders: Mapping[Any, list[int]]) -> str:
-    """Return whose values differ, in words."""
+    """Return the ranks with each value, in words."""
     parties = [*holders.values()]
     others = sum(map(len, parties[FEW:]))
     return " and ".join([*map(ranks_text, parties[:FEW]), *([f"{others} others"] if others else [])])
 
 
 def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> None:
-    """Raise RankMismatchError, with a table of who has what, unless every rank's facts are the same."""
+    """Raise RankMismatchError, with a table of the ranks' values, unless every rank's facts are the same."""
     names = dict.fromkeys(name for record in records.values() for name in record)
     told = {name: {rank: str(record.get(name, "nothing")) for rank, record in records.items()} for name in names}
     if differing := {name: holders for name in names if len(holders := by_value(told[name])) > 1}:
@@ -91,44 +91,44 @@ def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> Non
 
 
 def digest(value: object) -> str:
-    """Return a short name for a value, the same on every rank."""
+    """Return a short hash of a value, the same on every rank."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
-# The first member waits for all; the others wait this much longer for its answer.
+# The first member waits for all others, which wait this much longer for its answer.
 MARGIN_S = 5.0
 
 # The most bytes to put into one value of the store; TCPStore takes no more than 8 MiB.
 _LARGEST_VALUE = 2**22
 
-# What each rank has left in the store for earlier meetings of the same members, and deletes in a later one: nobody
-# comes to a meeting before leaving the earlier ones.
+# The keys that each rank has set in earlier exchanges of the same members. A rank deletes them in a later exchange,
+# which all members join only after the earlier ones.
 _left_behind: dict[tuple[str, int], list[str]] = {}
 
-# What each rank was told of the first meeting of the same members to which one came too late, or not at all. Meetings
-# are counted, so later ones might bring together ranks that are at different points of the script: there are none.
+# The error of the first exchange of the same members in which a rank was missing. Exchanges are counted, so a later one
+# might compare ranks at different points of the script. It raises this error instead.
 _missed: dict[tuple[str, int], str] = {}
 
 
 Judge: TypeAlias = Callable[[Mapping[int, Any]], Any]
 
-# A record or an answer, as JSON: what the rank is doing; why it does not take part, empty if it does; the error to
-# raise, by the name of its class and its text; and what the rank says, or is answered.
+# A record or an answer, as JSON: what the rank is doing; why it refuses to take part, or an empty text; the error to
+# raise, by the name of its class and its text; and the content.
 _Message: TypeAlias = dict[str, Any]
 
 
 def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, timeout: float) -> Any:
     """Send this rank's record to the first member, and return that member's answer.
 
-    Records and answers are data as JSON has it, and nothing that comes is run. So a tuple comes as a list, and what
-    JSON does not know as its text.
+    Records and answers are JSON, and no rank runs code from another. A tuple arrives as a list, and an object that JSON
+    does not know as its text.
 
     Args:
-        members: The global ranks that take part. Each must call this, with the same members in the same order.
+        members: The global ranks that take part. Each must call this function, with the same members in the same order.
         doing: What the ranks are doing, for the error.
-        record: What the judge gets of this rank.
-        judge: Called on the first member with every rank's record. Returns the answer for all; a ``DDPPatchError``
-            that it raises is raised on every rank.
+        record: This rank's record, for the judge.
+        judge: Called on the first member with every rank's record. Returns the answer for all ranks. If it raises a
+            ``DDPPatchError``, every rank raises this error.
         timeout: How many seconds the first member waits for the others.
 
     Raises:
@@ -148,18 +148,18 @@ def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, time
 def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
     """Tell the other members that this rank raises ``error`` instead of joining their exchange.
 
-    They get a RankMismatchError that says so. This rank waits for nobody.
+    The other members raise a RankMismatchError with the text of ``error``. This rank does not wait.
     """
     meeting = _Meeting(members, doing, timeout=0)
     why = f"{type(error).__name__}: {message_of(error)}"
-    with suppress(MissingRanksError), store_reached(doing):  # the refusal itself says more
+    with suppress(MissingRanksError), store_reached(doing):  # the error that this rank raises says more
         meeting.bring(None, why)
         if meeting.leads:
             meeting.announce(refusal(doing, {meeting.rank: why}))
 
 
 def refusal(doing: str, refused: Mapping[int, str]) -> RankMismatchError:
-    """Return the error of ranks that cannot continue, with why each cannot."""
+    """Return an error that lists the ranks that cannot continue, and why."""
     listed = "\n".join(f"  {ranks_text(ranks)}: {why}" for why, ranks in by_value(refused).items())
     return RankMismatchError(
         f"{doing}: not every rank could continue.\n{listed}\nCorrect the error above and start all ranks again."
@@ -168,12 +168,12 @@ def refusal(doing: str, refused: Mapping[int, str]) -> RankMismatchError:
 
 @contextmanager
 def store_reached(doing: str) -> Iterator[None]:
-    """Raise MissingRanksError where the store is gone."""
+    """While entered, raise MissingRanksError if the store is gone."""
     try:
         yield
     except DDPPatchError:
         raise
-    except RuntimeError as error:  # from the store's operations; all others are caught where they are raised
+    except RuntimeError as error:  # from the store's operations; other RuntimeErrors are caught where they are raised
         raise MissingRanksError(
             f"{doing}: the process group's store cannot be reached ({error}). The process that holds it, mostly rank "
             "0's, has ended. Look for its error and start all ranks again."
@@ -181,15 +181,15 @@ def store_reached(doing: str) -> Iterator[None]:
 
 
 def _sliced(key: str, data: bytes) -> dict[str, bytes]:
-    """Return what to put under which keys, for bytes of any number; the last says that the others are there."""
+    """Split bytes over keys of the store. The last key, ``key`` itself, is set after the others are there."""
     first, *slices = [data[at : at + _LARGEST_VALUE] for at in range(0, len(data) or 1, _LARGEST_VALUE)]
     return {f"{key}/{at}": part for at, part in enumerate(slices)} | {key: b"%d\n" % len(slices) + first}
 
 
 class _Meeting:
-    """The keys of one exchange.
+    """One exchange, by keys in the store.
 
-    It takes as many requests of a rank whatever the number of ranks.
+    A rank makes equally many requests for any number of ranks.
     """
 
     def __init__(self, members: Sequence[int], doing: str, timeout: float) -> None:
@@ -200,7 +200,7 @@ class _Meeting:
         self.base = f"ddp_patch/{digest(self.members)}"
 
     def bring(self, record: Any, refusal: str = "") -> None:
-        # Count in the store, so that a new process group starts from zero.
+        # Count exchanges in the store, so that a new process group starts from zero.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
         whose = self.base, self.rank
         if self.number == 1:
@@ -213,13 +213,13 @@ class _Meeting:
                 f"call, in which one was missing. {_missed[whose]} Start all ranks again."
             )
         self.own = _message(doing=self.doing, refusal=refusal, content=_as_read(record))
-        if not self.leads:  # who reads its own record from here
+        if not self.leads:  # the first member reads its own record here
             self._leave(self.own, self._key("record", self.rank))
 
-    # No error is kept in a variable: its traceback would hold that, and so the caller's loader with its workers.
+    # No error is kept in a variable: its traceback would refer to the caller's loader, and keep the workers alive.
 
     def judged(self, judge: Judge) -> Any:
-        """Answer all members, on the first of them; return the answer, or raise the error that all get."""
+        """On the first member: answer all members; return the answer, or raise the error that all members get."""
         try:
             answer = _as_read(judge(self._records()))
             if self._decide("judged") != "judged":
@@ -227,21 +227,22 @@ class _Meeting:
         except DDPPatchError as error:
             self.announce(error)
             raise
-        except Exception as error:  # the others wait for an answer, whatever happens here
+        except Exception as error:  # the other members wait for an answer, whatever happens here
             raise self.announce(RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")) from error
         self._leave(_message(content=answer), self._key("answer"))
         return answer
 
     def announce(self, failure: DDPPatchError) -> DDPPatchError:
-        """Let all others raise an error: of its own kind, as far as that is one of ours; return it."""
+        """Let all other members raise an error, of the nearest class in ``errors``; return the error."""
         kind = next(kind for kind in type(failure).__mro__ if kind.__module__ == errors.__name__)
         self._leave(_message(error=(kind.__name__, message_of(failure))), self._key("answer"))
         return failure
 
     def answered(self) -> Any:
-        """Wait for the first member's answer, and return it, or raise the error that it is."""
+        """Wait for the first member's answer: return its content, or raise its error."""
         key, seconds = self._key("answer"), self.timeout + MARGIN_S
-        # One value decides who gives up, so either all ranks get an answer or none does, however late one arrives.
+        # One value in the store decides the outcome, so either all ranks get an answer or none, however late a rank
+        # arrives.
         came = self._wait([key], seconds) or (self._decide("given up") == "judged" and self._wait([key], MARGIN_S))
         if not came:
             raise self._missing([self.members[0]], seconds, "answer", "it compares the ranks")
@@ -253,7 +254,7 @@ class _Meeting:
         return message["content"]
 
     def _records(self) -> dict[int, Any]:
-        """Return what every rank says, on the first rank; raise RankMismatchError if one refuses, or is elsewhere."""
+        """On the first member: return every rank's record; raise an error if a rank refuses, or does something else."""
         came, others = {self.rank: self.own}, self.members[1:]
         if keys := [self._key("record", rank) for rank in others]:
             if not self._wait(keys, self.timeout):
@@ -274,12 +275,12 @@ class _Meeting:
         return {rank: message["content"] for rank, message in came.items()}
 
     def _clear(self) -> None:
-        """Delete what this rank left: every member has read it, or never will."""
+        """Delete the keys that this rank has set: every member has read them, or never will."""
         while self.left_behind:
             self.store.delete_key(self.left_behind.pop())
 
     def _leave(self, message: _Message, key: str) -> None:
-        """Put a message into the store, and note that this rank is to delete it."""
+        """Put a message into the store, and remember to delete it."""
         written = _sliced(key, json.dumps(message).encode())
         self.left_behind += written
         self.store.multi_set([*written], [*written.values()])
@@ -321,5 +322,5 @@ def _message(doing: str = "", refusal: str = "", error: Sequence[str] | None = N
 
 
 def _as_read(value: Any) -> Any:
-    """Return a value as another rank reads it."""
+    """Return a value as another rank reads it from JSON."""
     return json.loads(json.dumps(value, default=str))

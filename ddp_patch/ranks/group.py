@@ -1,12 +1,13 @@
-"""CPU groups of ranks: made when they first send each other data, kept, and lent to one pass after the other.
+"""CPU groups of ranks: made when the ranks first exchange data, kept, and used by one pass after the other.
 
-Each is a gloo group of these ranks alone, so it works beside any backend. Two ranks connect when they first send each
-other something: a rank of W has connections to about 2 log W others, in rounds of messages that double.
+Each group is a gloo group, so it works beside any backend. Two ranks connect when they first send each other data.
+Messages go in rounds of doubling distance, so a rank of W has connections to about 2 log W others.
 
-Rows are gathered in a group of their own. A pass whose ranks talk in its steps opens a channel over another: each sends
-numbers to all, and may send values to one. With its last row, a rank says that it asks for no more. A rank that fails
-says why in the store and breaks its connections; whoever meets a broken one says that it is there, and looks what the
-others say: who says nothing is missing.
+Rows are gathered in a group of their own. A pass whose ranks communicate in its steps opens a channel over another
+group: each rank sends numbers to all ranks, and may send values to one rank. A rank's last row says that it takes no
+more batches. A rank that fails stores the reason in the process group's store, and breaks its connections. A rank with
+a broken connection reports in the store that it is there, and waits for the other ranks' reports. Ranks without a
+report are missing.
 """
 
 import atexit
@@ -36,40 +37,40 @@ __all__ = ["Channel", "Group", "closed_at_exit", "kept_groups", "made_group", "o
 T = TypeVar("T")
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
-# Tags of messages: what is sent, and nothing.
+# Tags of messages: data; and a tag that no message has.
 _DATA, _NOTHING = 0, 2**30
 
-# In gloo's text of a rank that waited in vain. Others meet broken connections.
+# A part of gloo's error on a rank that waited in vain. Other ranks find broken connections.
 _TIMED_OUT = "Timed out"
-# What a rank says of itself where a connection fails: it waited in vain; or it came, and found it broken.
+# A rank's report of a connection that failed: the rank waited in vain; or it came, and found the connection broken.
 _IN_VAIN, _BROKEN = "in vain", "broken"
 
-# How long the last row of a pass may be on its way: others may come to their end much later.
+# How many seconds the last row of a pass may be on its way: other ranks may end the pass much later.
 _LAST_ROW_S = 86_400.0
 
-# After so long, a rank looks again for what the others say.
+# How many seconds pass before a rank reads the other ranks' reports again.
 _AGAIN_S = 0.05
 
-# Which ranks a group is of, in order, and what for.
+# Groups by their ranks, in order, and their purpose.
 _Kept: TypeAlias = dict[tuple[tuple[int, ...], Literal["rows", "steps"]], list["Group"]]
 
-# The groups by the process group that the training has: they go with it.
+# The groups by the training's process group: they are closed when it is destroyed.
 _kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 
 _open: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
 
 class Group:
-    """A gloo group of some ranks, which are numbered from 0.
+    """A gloo group of some ranks, which have numbers from 0 within it.
 
     Args:
-        gloo: The group itself.
+        gloo: torch's process group of the backend gloo.
         name: A name that no other group has.
         ranks: The global ranks, in order.
-        index: This rank's number among them.
+        index: This rank's number in the group.
 
     Attributes:
-        is_lent: Whether a pass has borrowed it. Another one that begins before it ends makes a group of its own.
+        is_lent: Whether a pass uses the group. Another pass that begins meanwhile makes a group of its own.
     """
 
     def __init__(self, gloo: Any, name: str, ranks: Sequence[int], index: int) -> None:
@@ -78,8 +79,8 @@ class Group:
         self.index: int = index
         self.is_lent: bool = False
         self._gloo, self._store, self._process = gloo, default_store(), os.getpid()
-        self._connected: set[int] = set()  # the numbers of the ranks that this one has sent or asked something
-        # Where the first rank to fail says why, and the others that they are there.
+        self._connected: set[int] = set()  # the numbers of the ranks to which this rank has a connection
+        # The key for the first failing rank's reason, and for the reports of the other ranks.
         self._words, self._has_said = f"ddp_patch/words/{name}", False
 
     @property
@@ -115,11 +116,11 @@ class Group:
 
         Args:
             doing: What the ranks are doing, for errors.
-            own: This rank's.
+            own: This rank's bytes.
             sizes: How many bytes each rank has.
-            timeout: How many seconds to wait in a round.
-            meets: Whether it begins what the ranks do: who finds connections broken then, of ranks that waited in
-                vain, has come too late.
+            timeout: How many seconds to wait in each round.
+            meets: Whether this is the first exchange of an operation. Then a rank that finds broken connections, of
+                ranks that waited in vain, has come too late.
 
         Raises:
             RankMismatchError: A rank has failed.
@@ -128,7 +129,7 @@ class Group:
         Source:
             Bruck et al., Efficient Algorithms for All-to-All Communications (1997): concatenation.
         """
-        # This rank's come first, those of the ranks after it behind.
+        # This rank's bytes come first, then the bytes of the ranks after it.
         ends = [0, *accumulate([*sizes[self.index :], *sizes[: self.index]])]
         held = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
         held[: ends[1]] = torch.from_numpy(own)
@@ -148,7 +149,7 @@ class Group:
 
     @contextmanager
     def explained(self, doing: str, *, meets: bool = False) -> Iterator[None]:
-        """Raise an error of ours where a connection fails, and break all others; see ``all_gather`` for ``meets``."""
+        """While entered, explain a connection that fails by an error, and close the group; see ``all_gather``."""
         try:
             yield
         except RuntimeError as error:  # what gloo raises
@@ -157,12 +158,12 @@ class Group:
             try:
                 raise failure from error
             finally:
-                # Or it would hold its own traceback, and that the connections, whose threads end in whichever process
-                # collects them: in a worker that is forked meanwhile they end it.
+                # Otherwise the error would refer to its traceback, and the traceback to the connections. If a forked
+                # worker collected these, their threads would end the worker.
                 del failure
 
     def _failure(self, doing: str, error: RuntimeError, *, meets: bool) -> DDPPatchError:
-        """Return the error of a connection that failed: why the first rank failed, or who came late or says nothing."""
+        """Return the error of a failed connection: why the first rank failed, or which ranks are late or missing."""
         store, here, until = self._store, f"{self._words}/here", monotonic() + MARGIN_S
         with store_reached(doing):
             self._has_said = True
@@ -182,22 +183,22 @@ class Group:
         return refusal(doing, {rank: why})
 
     def close(self, why: str = "") -> None:
-        """Break all connections where something is still on its way, so that nobody waits for it, and leave.
+        """Close the group, and break all of its connections, so that no rank waits for data on their way.
 
         Args:
-            why: What the others are told; empty if they are told nothing.
+            why: The reason for the other ranks; empty if they get none.
         """
         if not self.is_closed and self._process == os.getpid():
             if why and not self._has_said:
                 with suppress(RuntimeError):  # the store may be gone
                     self._store.compare_set(self._words, "", json.dumps([self.ranks[self.index], why]))
-            # gloo breaks all connections when a time is over, on one that is not broken yet. To ask a rank that is not
-            # connected would take the group's whole timeout, if that rank has ended.
+            # gloo breaks all connections of a group if one of them times out. So let one time out. Only connected ranks
+            # are asked: connecting to a rank that has ended would take the group's whole timeout.
             any(map(self._times_out, sorted(self._connected)))
             self._gloo = None
 
     def _times_out(self, index: int) -> bool:
-        """Wait a moment for a rank, which sends nothing; return whether that is what ended it."""
+        """Wait a moment for a message that is never sent; return whether the wait timed out."""
         try:
             self._gloo.recv([torch.empty(1)], index, _NOTHING).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
@@ -206,9 +207,9 @@ class Group:
 
 
 def kept_groups(members: Sequence[int], purpose: Literal["rows", "steps"]) -> list[Group]:
-    """Return the groups that this rank has of some ranks for a purpose, in the order in which they were made."""
+    """Return this rank's groups of some ranks for a purpose, in the order in which the groups were made."""
     world = dist.group.WORLD
-    if world is None:  # it was destroyed, and the groups with it
+    if world is None:  # it was destroyed, and so were its groups
         return []
     if world not in _kept:
         kept: _Kept = {}
@@ -226,13 +227,13 @@ def _close_all(kept: _Kept) -> None:
 
 
 def made_group(members: Sequence[int], purpose: Literal["rows", "steps"], doing: str, timeout: float) -> Group:
-    """Meet the other ranks, and return a new group of all, which is kept.
+    """Synchronise with the other ranks, and return a new group of all, which is kept.
 
     Args:
-        members: The global ranks that it is of, this one among them; in the same order on each.
-        purpose: What it is for.
-        doing: What they are doing, for errors.
-        timeout: How many seconds they wait for each other.
+        members: The global ranks of the group, with this rank; in the same order on each rank.
+        purpose: What the group is for.
+        doing: What the ranks are doing, for errors.
+        timeout: How many seconds the ranks wait for each other.
 
     Raises:
         MissingRanksError: A rank did not arrive in time, or cannot be reached.
@@ -251,7 +252,7 @@ def made_group(members: Sequence[int], purpose: Literal["rows", "steps"], doing:
 def _unreachable(
     doing: str, ranks: Sequence[int], why: str, missing: Sequence[int] = (), late: Sequence[int] = ()
 ) -> MissingRanksError:
-    """Return the error of a connection that failed; of ranks that are missing or came late, if that is known."""
+    """Return the error of a connection that failed, with the missing and the late ranks, if known."""
     told = [f"{ranks_text(missing)} of {list(ranks)} did not come, or ended"] if missing else []
     told += (
         [f"{ranks_text(late)} of {list(ranks)} came after another rank had waited in vain, as long as timeout= says"]
@@ -272,14 +273,14 @@ def _unreachable(
 def opened(
     members: Sequence[int], doing: str, of: str, facts: Mapping[str, object], timeout: float
 ) -> Iterator["Channel"]:
-    """Synchronise with the other members, open a channel, and close it in the end.
+    """Synchronise with the other members, and open a channel, which is closed when the context is left.
 
     Args:
-        members: The global ranks that take part, this one among them; the same on each, in order.
-        doing: What they are doing, for errors.
-        of: What it carries, and of which loader.
-        facts: What must be the same on all.
-        timeout: How many seconds they wait for each other.
+        members: The global ranks that take part, with this rank; in the same order on each rank.
+        doing: What the ranks are doing, for errors.
+        of: The loader, and what the channel carries.
+        facts: What must be the same on all ranks.
+        timeout: How many seconds the ranks wait for each other.
 
     Raises:
         RankMismatchError: The facts differ, or a rank refused.
@@ -294,7 +295,7 @@ def opened(
 
     record = {"patched as": of, **facts, "group": free[0].name if free else ""}
     if not exchange(members, doing, record, judge, timeout):
-        while free:  # another rank has closed it, or not given it back
+        while free:  # another rank has closed the group, or still uses it
             free.pop().close()
     group = free[0] if free else made_group(members, "steps", doing, timeout)
     channel, group.is_lent = Channel(doing, group, timeout), True
@@ -314,17 +315,17 @@ def opened(
 
 
 class Channel:
-    """See ``opened``.
+    """A connection of all ranks for one pass; see ``opened``.
 
     Args:
         doing: What the ranks are doing, for errors.
-        group: Of these ranks, which nobody else has borrowed.
-        timeout: How many seconds they wait for each other.
+        group: The ranks' group, which no other pass uses.
+        timeout: How many seconds the ranks wait for each other.
 
     Attributes:
-        index: This rank's number among them.
-        batches_delivered: How many batches this rank has given, for errors.
-        is_over: Whether a member has said that it asks for no more.
+        index: This rank's number in the group.
+        batches_delivered: How many batches this rank has delivered, for errors.
+        is_over: Whether a member has taken its last batch.
     """
 
     def __init__(self, doing: str, group: Group, timeout: float) -> None:
@@ -356,7 +357,7 @@ class Channel:
         return [said[:-1] for said in came]
 
     def leave(self) -> None:
-        """Begin to send the last row, which says that this rank asks for no more."""
+        """Begin to send the last row, which says that this rank takes no more batches."""
         with suppress(RuntimeError):  # the group may be closed
             self._begin([0] * self._columns + [1 + self.batches_delivered], _LAST_ROW_S)
 
@@ -366,11 +367,11 @@ class Channel:
         return self._group.gather(own, rows, timeout), rows
 
     def swapped(self, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send some ranks a value each, and return the values that some send here.
+        """Send values to some ranks, one each, and return the values that other ranks send to this rank.
 
         Args:
-            given: The value for each rank that gets one, by its number.
-            sources: Which ranks send one.
+            given: The values to send, by the receiving rank's number.
+            sources: The numbers of the ranks that send a value.
         """
         bodies = {to: torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8) for to, value in given.items()}
         with self._group.explained(self._doing):
@@ -394,7 +395,7 @@ class Channel:
 
 
 def closed_at_exit(generator: Generator[T]) -> Generator[T]:
-    """Return the generator: it is closed before Python takes its modules apart, if somebody still refers to it then."""
+    """Return the generator. If it is still in use when Python exits, it is closed before modules are removed."""
     _open.add(generator)
     return generator
 

@@ -1,6 +1,6 @@
-"""Pickle what has to be an object of the user's on another rank.
+"""Pickle objects of the user's that travel to another rank.
 
-Whatever reads this runs what the sender says: SECURITY.md lists it.
+Unpickling runs code that the sender chooses: SECURITY.md lists where.
 """
 
 import io
@@ -15,29 +15,29 @@ __all__ = ["bytes_of", "packed", "unpacked"]
 
 
 def packed(value: Any) -> bytes:
-    """Pickle a value; tensors arrive detached, and those of other devices than the CPU travel through it."""
+    """Pickle a value. Tensors arrive detached, and tensors on other devices are copied through the CPU."""
     file = io.BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
 def unpacked(data: Any) -> Any:
-    """Return the value of which ``packed`` made these bytes."""
-    return pickle.loads(data)  # noqa: S301 - our own ranks'
+    """Return the value that ``packed`` has pickled."""
+    return pickle.loads(data)  # noqa: S301 - from a rank of this training
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor's values: the same memory where it lies there in order, on the CPU."""
+    """Return the bytes of a tensor's values; a contiguous tensor on the CPU shares its memory."""
     plain: torch.Tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
-    dense = plain.contiguous()  # whose dimensions of one element may have any stride
+    dense = plain.contiguous()  # its dimensions of one element may still have any stride
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles the values of tensors alone; torch would pickle all of the storage that a view is a part of."""
+    """A pickler that pickles only the values of a tensor; torch would pickle the whole storage of a view."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how to make a tensor again, or NotImplemented for the usual way."""
+        """Return how to rebuild a tensor, or NotImplemented for the usual way."""
         is_plain = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
         if not is_plain or value.is_meta:
             return NotImplemented
@@ -46,5 +46,5 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(data: Any, dtype: torch.dtype, shape: Sequence[int], device: str) -> torch.Tensor:
-    """Make a tensor of these bytes again."""
+    """Rebuild a tensor from its bytes."""
     return torch.from_numpy(data).view(dtype).reshape(shape).to(device)

@@ -1,8 +1,8 @@
-"""What ranks were given where each has a part of the data: nobody should have another rank's.
+"""Compare the samples of ranks that each have a part of the data: no rank should have another rank's samples.
 
-Certain is that nobody splits, where two ranks, or two workers of one, were given the same samples of a whole pass in
-the same order; and that indices were given twice, where torch's own sampler splits. All else that parts have in common
-is likely at most: who draws with replacement, or repeats samples on purpose, does the same.
+Two findings are certain: the data are not split, if two ranks, or two workers of a rank, have the same samples in the
+same order for a whole pass; and indices are repeated, if two ranks of torch's own sampler have many in common. Other
+samples in common only warn: samples drawn with replacement, or repeated on purpose, look the same.
 """
 
 import json
@@ -18,29 +18,29 @@ from ddp_patch.ranks.exchange import ranks_text
 
 __all__ = ["Parts"]
 
-# Where no sampler says of which samples a rank's part is, so many first ones of a pass are looked at, and then those of
-# each of so many batches: no number of workers that take turns is likely to have a factor in common with that.
+# If no sampler shows the indices of a rank's part, the first 256 samples of a pass are hashed, and then the samples of
+# every 7th batch: a number of workers that take turns is seldom a multiple of 7.
 _SAMPLES, _EACH = 256, 7
-# So many in common may be chance.
+# This many samples in common may be chance.
 _CHANCE = 2
-# Fewer different samples that come in the same order are certain of nothing.
+# Fewer different samples that come in the same order prove nothing.
 _FEWEST = 11
-# What is left of so many passes is kept.
+# For how many passes the store keeps the ranks' samples.
 _SLOTS = 3
 
 
 class Parts:
-    """Compares the samples that ranks were given of their parts.
+    """Compares the samples that ranks get of their parts.
 
     Args:
-        name: Tells what errors call the loader.
+        name: Returns the loader's name in errors.
         why: Says why samples may be the same, and what to do.
         replicas: The ranks that have the same part as this one.
-        knows_all: Whether it is known of all samples that a rank was given, not of the first ones alone.
-        is_torchs: Whether torch's own sampler splits them, so that no two ranks have the same but for padding.
-        shuffles: Whether what splits them draws another order for each epoch that it is told.
-        workers: How many workers read them, in turn, where each should have a part of its own.
-        is_padded: Whether what came last may be padding.
+        knows_all: Whether all samples of a rank are known, by their indices, and not only some.
+        is_torchs: Whether torch's own sampler splits the samples, so that two ranks have only padding in common.
+        shuffles: Whether the sampler that splits the samples draws another order after each ``set_epoch``.
+        workers: How many workers read the samples in turn, if each worker should have a part of its own.
+        is_padded: Whether the last samples may be padding.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class Parts:
         self._is_padded = is_padded
         self._turn = 0
         self._sketch: Sketch | None = None  # of the latest pass that began
-        self._before = -1, 0  # the number of the latest pass that is over, and its order
-        self._whole: tuple[int, list[int]] | None = None  # that number, and what this rank was given in all of the pass
-        self._in_common: dict[tuple[int, int], int] = {}  # how many samples are, by pass and rank
+        self._before = -1, 0  # the number of the latest pass that is over, and the hash of its order
+        self._whole: tuple[int, list[int]] | None = None  # its number, and the samples
+        self._in_common: dict[tuple[int, int], int] = {}  # how many samples are in common, by pass and rank
         self._warned: set[str] = set()
 
     def sketch(self, noted: Sketch | None) -> Sketch:
-        """Return what takes note of a pass that begins: what its sampler notes, if that does."""
+        """Return the sketch of a pass that begins: the sketch that its sampler makes, or a new one."""
         self._sketch = Sketch() if noted is None else noted
         return self._sketch
 
     def note_batch(self, batch: Any, sketch: Sketch | None = None) -> None:
-        """Note a batch of this rank's part, in a pass; in the latest one by default."""
+        """Add a batch of this rank's part to the sketch of a pass; by default, of the latest pass."""
         sketch = self._sketch if sketch is None else sketch
         if sketch is not None and (sketch.seen < _SAMPLES or not sketch.added % _EACH):
             sketch.add(row_hashes(batch, _SAMPLES))
@@ -81,17 +81,17 @@ class Parts:
     def compare(
         self, claims: Claims, number: int, sketch: Sketch | None, count: int | None, tell: Callable[[str], object]
     ) -> None:
-        """Compare what this rank was given in a pass, after so many batches.
+        """Compare the samples of this rank in a pass, after a number of batches.
 
         Args:
-            claims: Where ranks leave it.
-            number: That of the pass.
-            sketch: What this rank was given.
-            count: How many batches; None if the pass is over.
-            tell: Called with what is certain.
+            claims: The claims in which ranks store their samples' hashes.
+            number: The number of the pass.
+            sketch: The samples that this rank got.
+            count: The number of batches; None if the pass is over.
+            tell: Called with the text of a finding that is certain.
 
         Warns:
-            PartsWarning: Something is likely.
+            PartsWarning: A finding is likely.
         """
         if sketch is None or not claims.read_one_stream:
             return
@@ -99,7 +99,7 @@ class Parts:
             self._compare_order(claims, number, sketch, tell)
         if count is None and not self._is_padded:
             sketch.add(())
-        if self._whole is not None and self._whole[0] < number:  # by now slower ranks have left the rest of theirs
+        if self._whole is not None and self._whole[0] < number:  # slower ranks are done, too
             self._compare_all(claims, *self._whole, tell)
             self._whole = None
         if count is None or not count & (count - 1):
@@ -110,9 +110,9 @@ class Parts:
             self._whole = (number, mine) if count is None else self._whole
 
     def _compare_order(self, claims: Claims, number: int, sketch: Sketch, tell: Callable[[str], object]) -> None:
-        """Compare the samples of a pass in their order: all ranks', this rank's workers', the pass's before.
+        """Compare the order of a pass's samples between ranks and workers, and with the pass before.
 
-        The first samples of a pass are certain of nothing: two ranks may have drawn the same shard first.
+        The order of the first samples alone proves nothing: two ranks may have drawn the same shard first.
         """
         *_, shuffles, workers = self._kind
         noted, before, self._before = sum(map(len, sketch.batches)), self._before, (number, sketch.order)
@@ -137,7 +137,7 @@ class Parts:
             )
 
     def _compare_all(self, claims: Claims, number: int, mine: list[int], tell: Callable[[str], object]) -> None:
-        """Compare what this rank was given in a pass with what rank 0 has left of it, and another rank, in turn."""
+        """Compare this rank's samples of a pass with the samples of rank 0, and of another rank in turn."""
         knows_all, is_torchs, *_ = self._kind
         members, key = claims.members, f"part/{number % _SLOTS}"
         others = {members[0], members[(members.index(claims.rank) + self._turn) % len(members)]}
@@ -167,16 +167,16 @@ class Parts:
         )
 
     def _warn(self, what: str, text: str) -> None:
-        """Warn of something, once."""
+        """Warn once of this kind of finding."""
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(f"Iterating the {self._name()}: {text}", PartsWarning, stacklevel=2)
 
 
 def _read(text: str | None, number: int) -> list[int]:
-    """Return what a rank has left of a pass; nothing if it has left nothing, or of another one."""
+    """Return the hashes that a rank has stored of a pass; none if the text is of another pass, or empty."""
     try:
         of, hashes = json.loads(text or "[-1, []]")
         return [int(one) for one in hashes] if of == number else []
-    except (ValueError, TypeError):  # junk
+    except (ValueError, TypeError):  # not written by a rank
         return []

@@ -1,8 +1,9 @@
-"""A rank's passes over a loader: their numbers, and what it says of each: the beginning, the progress, the end.
+"""A rank's passes over a loader: their numbers, and the facts that the rank claims: beginning, progress and end.
 
-Passes are numbered, looks apart. Of pass n the ranks claim one word after 2, 4, 8, ... batches, by counts that follow
-from the number of batches alone. A rank whose pass is over after m batches claims its word at the next count. So two
-ranks with different lengths meet at one name, whichever comes first:
+A look is a pass of at most one batch that is not counted; all other passes are numbered. Of each pass, ranks claim a
+word after 2, 4, 8, ... batches: the counts follow from the number of batches alone. A rank whose pass is over after m
+batches claims its word at the next count. So two ranks with different lengths claim the same fact, whichever comes
+first:
 
     ========================  ==========================  ==================================
     rank A                    rank B                      where they meet
@@ -41,19 +42,19 @@ __all__ = [
     "next_count",
 ]
 
-# A pass of at most so many batches may be a look.
+# How many batches a look has at most.
 A_LOOK = 1
-# A pass that was struck as a look counts again when it is given a batch, up to so many; then it is struck no more.
+# A pass that was removed as a look is added again at a further batch. From this many batches on, a pass is no look.
 MORE_THAN_A_LOOK = 2
-# Facts are claimed after 2, 4, 8, ... batches, from so many on whenever so many more came, or a quarter of all.
+# Facts are claimed after 2, 4, 8, ... batches; later after 32 more batches, or a quarter more, if this is larger.
 _GAP = 32
 
-# Returns the digests of what a pass draws, by how many items they are of; in the order in which they were made.
+# Returns the marks of a pass: the digests of the drawn items by their count, in the order of storing.
 Marks: TypeAlias = Callable[[], dict[int, int]]
 
 
 def next_count(batches: int) -> int:
-    """Return the first count after so many batches at which facts are claimed.
+    """Return the first count after ``batches`` at which facts are claimed.
 
     Examples:
         >>> [next_count(batches) for batches in (0, 2, 3, 32, 63, 64, 128, 1000)]
@@ -66,14 +67,15 @@ def next_count(batches: int) -> int:
 
 
 class Progress(NamedTuple):
-    """How far a pass has come.
+    """The progress of a pass.
 
     Attributes:
-        least: How many batches the loop was given, at least.
-        most: How many it was given, at most; they differ where nobody counts what workers fetch ahead.
-        state: What is known of the pass.
-        slack: How many batches more one rank may have than another; None if each has a number of its own.
-        items: How many items all ranks have drawn by then, at least; None if all of the epoch's.
+        least: How many batches were delivered to the loop, at least.
+        most: How many batches were delivered, at most. It differs from ``least`` if prefetched batches are not told
+            apart.
+        state: The state of the pass.
+        slack: How many batches more one rank may have than another; None if each rank may have any number.
+        items: How many items all ranks have drawn by then, at least; None for all items of the epoch.
     """
 
     least: int
@@ -89,7 +91,8 @@ class Beginning(NamedTuple):
     Attributes:
         epoch: The epoch that the pass is over.
         item: How many items of the epoch were taken before.
-        other_passes: How many passes the rank had made over its other loaders; None if the ranks do not compare that.
+        other_passes: How many passes the rank had begun over its other loaders; None if the ranks do not compare this
+            number.
         data: A digest of the data; empty if the ranks do not compare it.
     """
 
@@ -100,16 +103,16 @@ class Beginning(NamedTuple):
 
 
 class Word(NamedTuple):
-    """What a rank says of a pass.
+    """The facts that a rank claims about a pass.
 
     Attributes:
         rank: The rank.
         begins: How the pass begins.
         slack: As in ``Progress``.
-        batches: After how many batches the rank says it, or the pass was over.
+        batches: The number of batches at which the rank claims the word, or at which the pass was over.
         state: As in ``Progress``.
-        mark: The last count of items that all ranks have drawn by then; and the digests there, of the items and of the
-            numbers in them.
+        mark: The latest mark that all ranks have drawn by then: its count, the digest of the items, and the digest of
+            the numbers in the items.
     """
 
     rank: int
@@ -120,12 +123,12 @@ class Word(NamedTuple):
     mark: tuple[int, int, int] | None = None
 
     def as_text(self) -> str:
-        """Return the text that the rank claims."""
+        """Return the text of the claim."""
         return json.dumps(self, separators=(",", ":"))
 
     @classmethod
     def of(cls, text: str) -> "Word | None":
-        """Return the word that a rank claimed as text; None if it is anything else."""
+        """Return the word that a rank claimed as text; None if the text is no word."""
         try:
             rank, begins, slack, batches, state, mark = json.loads(text)
             return cls(rank, Beginning._make(begins), slack, batches, State(state), mark and tuple(mark))
@@ -134,11 +137,11 @@ class Word(NamedTuple):
 
 
 class Digests(NamedTuple):
-    """The digests of what a pass draws. None is there if the ranks do not compare that.
+    """The marks of a pass; empty if the ranks do not compare drawn items.
 
     Attributes:
-        items: Those of all that is drawn; of the names in it, where it has names.
-        numbers: Those of the numbers beside names.
+        items: The marks of the drawn items; of their names, if items have names.
+        numbers: The marks of the numbers beside the names.
     """
 
     items: Marks = dict
@@ -146,7 +149,7 @@ class Digests(NamedTuple):
 
 
 class Stage(IntEnum):
-    """Who knows how far a pass has come: the pass is asked; it reports that itself; or the next pass is made."""
+    """How the progress of a pass is known: the pass is asked; the pass reports it; or the pass was left."""
 
     ASKED = 0
     REPORTS = 1
@@ -155,24 +158,24 @@ class Stage(IntEnum):
 
 @dataclass(eq=False)
 class BegunPass:
-    """A pass of this rank.
+    """A pass that this rank has begun.
 
     Attributes:
-        word: What is said of the pass, but for how far it has come.
-        progress: Returns how far the pass has come, at most to where it was left. It asks the pass until the next one
-            begins. From then on the pass reports its progress here, and is no longer held: a pass that is let go ends
-            its sampler's generator, as in one process.
-        digests: The digests of what the pass draws.
-        sketch: What the pass was given, where each rank has a part of the data and the ranks compare these; else None.
-        number: The number of the pass; None as long as it may be a look.
-        stage: Who knows how far the pass has come.
-        is_said: Whether this rank has claimed where the pass was over.
-        over: The word of a rank for which the pass was over sooner, as it may be.
+        word: The word about the pass, without its progress.
+        progress: Returns the progress of the pass, at most to where it was left. The function asks the pass until the
+            next pass begins. From then on the pass reports its progress, and is not referred to: when a pass is
+            deleted, its sampler's generator ends, as in one process.
+        digests: The marks of the pass.
+        sketch: The samples of the pass, if the ranks compare the parts of the data that each has; else None.
+        number: The number of the pass; None while the pass may be a look.
+        stage: How the progress of the pass is known.
+        is_said: Whether this rank has claimed the end of the pass.
+        over: The word of a rank on which the pass was over sooner without a mismatch.
     """
 
     word: Word
     progress: Callable[[], Progress]
-    digests: Digests = Digests()  # noqa: RUF009 - it cannot be changed
+    digests: Digests = Digests()  # noqa: RUF009 - a tuple cannot be changed
     sketch: Sketch | None = None
     number: int | None = None
     stage: Stage = Stage.ASKED
@@ -181,20 +184,20 @@ class BegunPass:
 
     @property
     def is_look(self) -> bool:
-        """Whether the pass may be no more than a look; an error stands in the place of a batch."""
+        """Whether the pass may be a look; an error counts as a batch."""
         given = self.progress()
         if given.state is State.FAILED:
             return given.least < A_LOOK
         return given.least <= A_LOOK and given.state is State.RUNNING
 
     def report(self, given: Progress) -> None:
-        """Record how far the pass has come, from now on, unless it is left."""
+        """Store the progress of the pass, unless the pass was left."""
         if self.stage is not Stage.LEFT:
             self.progress = lambda: given
             self.stage = Stage.REPORTS
 
     def leave(self) -> None:
-        """Record that the next pass is made."""
+        """Store that the pass was left, because the next pass is numbered."""
         given = self.progress()
         if given.state is State.RUNNING:
             given = given._replace(least=given.most, state=State.LEFT)
@@ -202,10 +205,10 @@ class BegunPass:
         self.stage = Stage.LEFT
 
     def said(self, count: int | None = None) -> Word:
-        """Return what is said of the pass after so many batches, or where it was over."""
+        """Return the word about the pass after ``count`` batches, or about its end."""
         given, marks = self.progress(), self.digests.items()
         items = None if given.state is State.ENDED else given.items
-        # Of an order that is drawn as a whole, the last one, wherever it was made.
+        # If all of the order is drawn, the latest mark, whatever its count.
         at = next(reversed(marks), END) if items is None else max((at for at in marks if at <= items), default=END)
         return self.word._replace(
             slack=None if self.word.slack is None else given.slack,
@@ -218,19 +221,19 @@ class BegunPass:
 
 
 class PassNumbers:
-    """Numbers the passes over a loader that are more than looks.
+    """Numbers the passes over a loader, without looks.
 
-    A pass is left when the next one takes its second batch, or ends. A pass that a restored position cuts off may have
-    any length. Looks, of at most one batch, are struck if an epoch is chosen after them, or if they move no order.
+    A pass is left when the next pass takes its second batch, or ends. A pass that a restored position cuts off may have
+    any length. Looks are removed if ``set_epoch`` follows, or if a look does not change the next pass's order.
 
     Args:
-        forgets_looks: Whether looks are struck where the next pass begins, too.
+        forgets_looks: Whether looks are also removed when the next pass begins.
     """
 
     def __init__(self, *, forgets_looks: bool = False) -> None:
-        self.next: int = 0  # the number that comes next
+        self.next: int = 0  # the next pass's number
         self._forgets_looks = forgets_looks
-        self._passes: list[BegunPass] = []  # the latest one that is more than a look, and those after it
+        self._passes: list[BegunPass] = []  # the latest numbered pass, and the passes after it
 
     def add(self, begun: BegunPass) -> None:
         """Add a pass that begins."""
@@ -241,25 +244,25 @@ class PassNumbers:
         self._passes.append(begun)
 
     def goes_on(self, begun: BegunPass) -> None:
-        """Add a pass again that was struck, and that goes on all the same."""
+        """Add a pass again that was removed as a look, but takes a further batch."""
         if begun.number is None and begun not in self._passes:
-            if self._forgets_looks:  # a look within it had struck it
+            if self._forgets_looks:  # a look within the pass had removed it
                 self.strike_looks()
             self._passes.append(begun)
 
     def strike_looks(self) -> None:
-        """Strike the looks at the end: an epoch is chosen."""
+        """Remove the looks after the latest numbered pass, because an epoch was chosen."""
         while self._passes and self._passes[-1].number is None and self._passes[-1].is_look:
             self._passes.pop()
 
     def cut_off(self) -> None:
-        """Let the passes that run have any length: a position is restored."""
+        """Let the running passes have any length, because a position is restored."""
         self.strike_looks()
         for made in self._passes:
             made.word = made.word._replace(slack=None)
 
     def settle(self) -> tuple[list[BegunPass], list[BegunPass]]:
-        """Number the passes that are more than looks; return those that have a number now, and those that are left."""
+        """Number the passes that are no looks; return the newly numbered passes, and the passes that were left."""
         more_than_looks = (at for at, one in enumerate(self._passes) if one.number is not None or not one.is_look)
         last = max(more_than_looks, default=-1)
         settled, self._passes = self._passes[: last + 1], self._passes[max(0, last) :]

@@ -1,4 +1,4 @@
-"""Compares the ranks' passes over one loader: claims the facts of each, and raises where two exclude each other."""
+"""Compare the ranks' passes over a loader: claim the facts of each pass, and raise an error if ranks contradict."""
 
 import warnings
 from collections import Counter
@@ -32,23 +32,23 @@ from ddp_patch.validation import counted
 
 __all__ = ["PassMonitor", "PassesMade", "Rules"]
 
-# How many passes were made over all loaders of some ranks, by the store, who they are, and the thread that made them.
+# How many passes were begun over all loaders: by the store, the ranks' group, and the thread.
 _passes_made: WeakKeyDictionary[Any, Counter[tuple[str, int]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What holds for the passes over a loader.
+    """The rules for comparing passes over a loader.
 
     Attributes:
-        name: Returns what errors call the loader.
-        has_one_order: Whether all epochs have one order, so that it does not matter which one a pass is over.
-        forgets_looks: Whether looks are struck where the next pass begins.
-        lengths: Whether all ranks have equally many batches in a pass ("alike"); whether the user says so, and other
-            lengths are a warning ("warned"); or whether each rank may have any number ("any").
-        why: Says what may differ, and what to do, by the rule that is broken: "order", "numbers" and "data".
+        name: Returns the loader's name in errors.
+        has_one_order: Whether all epochs have the same order, so that ranks may be in different epochs.
+        forgets_looks: Whether looks are removed when the next pass begins.
+        lengths: "alike" if all ranks must have equally many batches in a pass; "warned" if only the user says so, and
+            unequal lengths warn; "any" if each rank may have any number.
+        why: By the rule that is broken ("order", "numbers", "data"): returns what may differ, and what to do.
         data_digest: Returns a digest of the data when a pass begins; empty if the ranks do not compare it.
-        is_begun_by_all: Whether each rank has a share of a pass, which all begin.
+        is_begun_by_all: Whether each rank has a share of a pass, so that all ranks must begin it.
     """
 
     name: Callable[[], str] = lambda: "loader"
@@ -60,24 +60,24 @@ class Rules:
     is_begun_by_all: bool = False
 
     def why_broken(self, rule: Rule) -> str:
-        """Return what may differ where a rule is broken, and what to do; empty if that is always the same."""
+        """Return what may differ if a rule is broken, and what to do; empty if the rule always has the same remedy."""
         return self.why.get(rule, str)()
 
 
 class PassesMade:
-    """How many passes this rank has made, in one thread, over the loaders that some ranks share.
+    """How many passes this rank has begun, in one thread, over the loaders that a group of ranks shares.
 
     Args:
-        claims: Where these ranks claim; None if there is nobody to compare with.
+        claims: The ranks' claims; None if there are no ranks to compare with.
     """
 
     def __init__(self, claims: Claims | None) -> None:
         self._claims, self._thread = claims, get_ident()
-        self._over_this = self.over_all or 0  # with those over others before this loader came
+        self._over_this = self.over_all or 0  # and over other loaders before this one was patched
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether the thread is that in which the loader was patched."""
+        """Whether this thread is the one in which the loader was patched."""
         return get_ident() == self._thread
 
     @property
@@ -87,19 +87,19 @@ class PassesMade:
 
     @property
     def over_all(self) -> int | None:
-        """How many over all loaders; None once the process group is gone."""
+        """How many passes were begun over all loaders; None once the process group is gone."""
         counts = self._counts
         return None if counts is None or self._claims is None else counts[self._claims.group, self._thread]
 
     @property
     def over_others(self) -> int | None:
-        """How many over other loaders, since this one was patched; None once the process group is gone."""
+        """How many passes were begun over other loaders since the patch; None once the process group is gone."""
         made = self.over_all
         return None if made is None else made - self._over_this
 
     @property
     def by_main(self) -> int | None:
-        """As ``over_all``; None in other threads than the main one."""
+        """``over_all`` in the main thread; None in other threads."""
         return self.over_all if self._thread == main_thread().ident else None
 
     def count(self) -> None:
@@ -110,15 +110,15 @@ class PassesMade:
 
 
 class PassMonitor:
-    """Claims the facts of this rank's passes over one loader, and raises where another rank's word excludes them.
+    """Claims the facts of this rank's passes over a loader, and raises an error if another rank's claims contradict.
 
     Args:
         claims: Where the ranks claim; None if there is nobody to compare with.
-        rules: What holds for the loader.
-        parts: Compares the ranks' samples, where each has a part of the data; None if it has not.
+        rules: The rules of the comparison.
+        parts: Compares the ranks' samples, if each rank has a part of the data; else None.
 
     Attributes:
-        claims, rules, parts: As given.
+        claims, rules, parts: The arguments.
         numbers: Numbers the passes.
         ends: Compares where passes end.
     """
@@ -133,11 +133,11 @@ class PassMonitor:
         self._has_warned = self._has_warned_of_numbers = False
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
-        return PassMonitor, ()  # a copy makes passes of its own, which other ranks need not know about
+        return PassMonitor, ()  # the passes of a copy of the loader are not compared
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anybody to compare with."""
+        """Whether there are ranks to compare with."""
         return self.claims is not None
 
     def begin(
@@ -148,18 +148,18 @@ class PassMonitor:
         digests: Digests | None = None,
         sketch: Sketch | None = None,
     ) -> BegunPass | None:
-        """Note that a pass begins; return None if there is nobody to compare with.
+        """Add a pass that begins; return None if there are no ranks to compare with.
 
         Args:
-            epoch: The epoch that it is over.
+            epoch: The epoch of the pass.
             item: How many items of the epoch were taken before.
-            progress: Returns how far it has come.
-            digests: The digests of what it draws; None if the ranks do not compare that.
-            sketch: What its sampler notes of it, if that does.
+            progress: Returns the progress of the pass.
+            digests: The marks of the pass; None if the ranks do not compare drawn items.
+            sketch: The samples that its sampler records, if it does.
         """
         if self.claims is None:
             return None
-        # In another thread something reads ahead, by as much as there was time for.
+        # Another thread prefetches as many batches as time allows, so its numbers of passes and batches are its own.
         is_own = self.rules.lengths == "any" or not self._made.is_own_thread
         begins = Beginning(epoch, item, None if is_own else self._made.over_others, self.rules.data_digest())
         sketch = self.parts.sketch(sketch) if self.parts is not None else None
@@ -168,18 +168,18 @@ class PassMonitor:
         self.numbers.add(begun)
         return begun
 
-    # ---- passes whose end nobody knows before ----
+    # ---- passes of unknown length ----
 
     def give_step(self, begun: BegunPass, batches: int) -> None:
-        """Report that this rank was given so many batches of such a pass, if that is due."""
+        """Report how many batches of a pass of unknown length this rank has got, if a report is due."""
         if self.claims is not None:
             self.ends.give_step(self.claims, self._step(begun), batches)
 
     def end_steps(self, begun: BegunPass, batches: int) -> None:
-        """Compare how many batches such a pass had; wait a moment for ranks that may be given more.
+        """Compare how many batches a pass of unknown length had; wait a moment for ranks that may get more.
 
         Raises:
-            RankMismatchError: Another rank was given more.
+            RankMismatchError: Another rank got more batches.
         """
         slack = begun.progress().slack or 0
         if self.claims is not None and self.ends.is_short(self.claims, self._step(begun), batches, slack):
@@ -191,20 +191,20 @@ class PassMonitor:
             )
 
     def end_whole(self, begun: BegunPass) -> None:
-        """Compare who has begun a pass of which this rank was given all; wait a moment for those that have not.
+        """Compare which ranks have begun a pass that this rank has finished; wait a moment for the others.
 
         Raises:
-            RankMismatchError: One of them never will.
+            RankMismatchError: A rank will never begin the pass.
 
         Warns:
-            PartialPassWarning: Some have not, so what follows of the pass is about a part of the data.
+            PartialPassWarning: A rank has not begun the pass, so results of the pass are about a part of the data.
         """
         claims, number = self.claims, begun.number
         is_compared = self.rules.is_begun_by_all and begun.word.slack == begun.progress().slack == 0
         if claims is None or number is None or not is_compared or self.ends.all_begun >= number:
             return
         if claims.store.has_failed and not claims.put(f"begun/{claims.rank}", f"{number}"):
-            return  # others may know as little of this rank as it does of them
+            return  # other ranks may not know this rank's passes either
         missing, why = self.ends.missing(claims, number, self._made.by_main)
         if not missing:
             return
@@ -222,21 +222,21 @@ class PassMonitor:
         )
 
     def _step(self, begun: BegunPass) -> str:
-        """Return the same text for a pass on every rank."""
+        """Return a name of the pass, the same on every rank."""
         number = self.numbers.next if begun.number is None else begun.number
         return f"{number}.{begun.word.begins.epoch} from {begun.word.begins.item}"
 
     # ---- claiming ----
 
     def compare(self, begun: BegunPass | None, count: int | None = None) -> None:
-        """Claim what this rank knows of a pass and those before it, and hear what others have found.
+        """Claim this rank's words about a pass and the passes before it, and read whether a rank has found a mismatch.
 
         Args:
             begun: The pass.
-            count: After how many batches; None where it is over.
+            count: The number of batches so far; None if the pass is over.
 
         Raises:
-            RankMismatchError: Another rank's word excludes this one's, or a rank has found that.
+            RankMismatchError: Another rank's word contradicts this rank's, or a rank has found a mismatch.
         """
         if self.claims is None:
             return
@@ -256,12 +256,12 @@ class PassMonitor:
         self.claims.forget_passes(self.ends.all_begun - 2)
 
     def report(self, begun: BegunPass | None) -> None:
-        """Say how far this rank has come in a pass, and raise nothing: it was given an error already."""
+        """Claim this rank's word about a pass, and raise nothing, because the rank is raising an error already."""
         with suppress(RankMismatchError):
             self.compare(begun)
 
     def _count(self, begun: BegunPass) -> None:
-        """Count a pass that has begun, for all loaders; and report it to the others."""
+        """Count a pass that has begun, for all loaders, and report it to the other ranks."""
         claims, number, made = self.claims, begun.number, self._made
         if claims is None or number is None or made.over_all is None:
             return
@@ -274,7 +274,7 @@ class PassMonitor:
             claims.tell(number)
 
     def _say(self, begun: BegunPass, count: int, word: Word) -> Word | None:
-        """Claim a word of a pass at a count; return that of another rank, if that counts."""
+        """Claim a word about a pass at a count; return another rank's word, if this word came first."""
         claims, number = self.claims, begun.number
         if claims is None or number is None:
             return None
@@ -288,7 +288,7 @@ class PassMonitor:
         return theirs
 
     def _say_over(self, begun: BegunPass) -> None:
-        """Claim where a pass was over, at the next count; or after that, where another may go on to there."""
+        """Claim the end of a pass at the next count; at later counts, too, as long as another rank may go on."""
         if begun.is_said:
             return
         begun.is_said, word = True, begun.said()
@@ -299,9 +299,9 @@ class PassMonitor:
             count = next_count(count)
 
     def _judge(self, begun: BegunPass, number: int, mine: Word, theirs: Word) -> None:
-        """Raise RankMismatchError, and leave it for all, if two ranks' words exclude each other.
+        """Raise RankMismatchError, and report it to all ranks, if two ranks' words contradict.
 
-        Warn, once, if two ranks' items differ in their numbers alone: harmless programs do that, too.
+        Warn once if two ranks' items differ only in their numbers, which harmless programs do, too.
         """
         rule = rule_broken(mine, theirs, begun.digests.items(), has_one_order=self.rules.has_one_order)
         at, _, value = theirs.mark or (0, 0, 0)
@@ -316,7 +316,7 @@ class PassMonitor:
             warnings.warn(text, RankMismatchWarning, stacklevel=2)
 
     def _raise(self, text: str, *, is_length: bool = False) -> None:
-        """Raise a mismatch, and leave it for all; or only warn, once, where the user says that lengths are right."""
+        """Raise a mismatch, and report it to all ranks; or warn once, if the user says that lengths are right."""
         if not (is_length and self.rules.lengths == "warned"):
             if self.claims is not None:
                 self.claims.tell(text)

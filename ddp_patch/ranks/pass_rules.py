@@ -1,4 +1,4 @@
-"""In what two ranks' words of one pass exclude each other, and what all ranks are told of it."""
+"""The rules by which two ranks' words about a pass contradict each other, and the texts of mismatches."""
 
 from typing import Literal, TypeAlias
 
@@ -14,13 +14,13 @@ Rule: TypeAlias = Literal["passes", "others", "data", "order", "length", "number
 
 
 def rule_broken(mine: Word, theirs: Word, marks: dict[int, int], *, has_one_order: bool) -> Rule | None:
-    """Return in what two ranks' words of one pass exclude each other; None if both may be true.
+    """Return the rule by which two ranks' words about a pass contradict each other; None if both may be true.
 
     Args:
-        mine: This rank's.
-        theirs: The other rank's.
-        marks: The digests of what this rank draws in the pass.
-        has_one_order: Whether all epochs have one order, so that it does not matter which one a pass is over.
+        mine: This rank's word.
+        theirs: The other rank's word.
+        marks: This rank's marks of the pass.
+        has_one_order: Whether all epochs have the same order, so that ranks may be in different epochs.
     """
     here, there = mine.begins, theirs.begins
     if here.item != there.item or (here.epoch != there.epoch and not has_one_order):
@@ -43,13 +43,13 @@ def _is_outgrown(behind: Word, further: Word) -> bool:
     if behind.slack is None or further.slack is None or behind.state is State.RUNNING:
         return False
     if behind.state is State.FAILED:
-        # The others may have been given the batch in place of which the error came; they leave when they hear of it.
+        # Other ranks may have got the batch that failed here. They stop when they read of the error.
         return further.state is State.ENDED and further.batches > behind.batches + 1 + behind.slack
     return further.batches > behind.batches + behind.slack
 
 
 def shorter(mine: Word, theirs: Word) -> Word:
-    """Return the word of the pass that is over, after fewer batches if both are, of two with different lengths."""
+    """Return the word of the rank on which the pass is over; of two such ranks, the one with fewer batches."""
     return min((one for one in (mine, theirs) if one.state is not State.RUNNING), key=lambda one: one.batches)
 
 
@@ -58,7 +58,7 @@ _LOOK_ALIKE = (
     "every rank before the epoch."
 )
 ALL_ITERATE = "Iterate each patched loader on every rank; or, on one rank, the loader that was not patched."
-# What a rank did whose pass is over, and what to do.
+# By the state of a pass that is over: what the rank did, and what to do.
 _OVER = {
     State.LEFT: ("left", f"Let every rank break after the same batch: all-reduce the decision to stop. {_LOOK_ALIKE}"),
     State.ENDED: (
@@ -70,14 +70,14 @@ _OVER = {
 
 
 def mismatch_text(name: str, number: int, rule: Rule, words: tuple[Word, Word], why: str) -> str:
-    """Return what all ranks are told: what was seen, and what to do.
+    """Return the text of a mismatch for all ranks: what differs, and what to do.
 
     Args:
-        name: What errors call the loader.
-        number: That of the pass.
-        rule: What differs.
-        words: What this rank says, and what the other one does.
-        why: What differs, and what to do, where the ranks draw different orders; what their datasets hold otherwise.
+        name: The loader's name in errors.
+        number: The number of the pass.
+        rule: The rule that is broken.
+        words: This rank's word, and the other rank's.
+        why: For "order" and "numbers", why they may differ, and what to do; for "data", what differs.
     """
     mine, theirs = words
     here, there = (ranks_text([word.rank]) for word in words)
@@ -112,7 +112,7 @@ def mismatch_text(name: str, number: int, rule: Rule, words: tuple[Word, Word], 
             "differ, pass fingerprint= a function of the dataset that returns what names its samples, or "
             "fingerprint=None to compare no data."
         )
-    lost = "" if rule in {"order", "numbers"} else ", so samples would be lost"  # which ``why`` says
+    lost = "" if rule in {"order", "numbers"} else ", so samples would be lost"  # in these, ``why`` says so
     return f"Iterating the {name}: {seen}{lost}. {remedy}"
 
 

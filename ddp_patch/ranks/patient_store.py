@@ -1,4 +1,4 @@
-"""The process group's store, which may fail or be gone: whoever asks goes on without an answer."""
+"""The process group's store, which may fail or be gone: a request then returns no answer, and training goes on."""
 
 import warnings
 from typing import Any
@@ -11,27 +11,27 @@ from ddp_patch.errors import DDPPatchWarning
 
 __all__ = ["STORE_ERRORS", "PatientStore"]
 
-# What stores raise that are gone; a fake group's holds nothing that can be read.
+# The errors of stores that are gone, and of a fake group's store, which cannot be read.
 STORE_ERRORS = (RuntimeError, ValueError)
-# After so many failures in a row, twice as many requests are left out each time, up to this many doublings.
+# Each failure in a row doubles the number of requests that are left out, up to this many doublings.
 _DOUBLINGS = 10
 
 
 class PatientStore:
-    """The store of the process group as it is now. Later ones are other stores.
+    """The store of the present process group. A later process group has another store.
 
     Attributes:
-        ref: Refers to the store, and does not keep it: a store that is kept keeps its port, too.
+        ref: A weak reference to the store: a store that is kept alive keeps its port.
     """
 
     def __init__(self) -> None:
         self.ref: ref[Any] = ref(default_store())
-        # How often in a row the store has failed, and how many requests are left out since; -1 before any.
+        # How often in a row the store has failed (-1 if it never has), and how many requests are still left out.
         self._failures, self._left_out = -1, 0
 
     @property
     def has_failed(self) -> bool:
-        """Whether the store has ever failed, so that ranks may not know what others have said."""
+        """Whether the store has ever failed, so that ranks may have missed other ranks' values."""
         return self._failures >= 0
 
     @property
@@ -45,7 +45,7 @@ class PatientStore:
         return store if store is not None and store is default_store() else None
 
     def ask(self, operation: str, key: str, *arguments: Any) -> Any:
-        """Return what the store answers; None if it is gone or fails."""
+        """Return the store's answer; None if the store is gone or fails."""
         if (store := self.opened()) is None or self._is_left_out():
             return None
         try:
@@ -68,12 +68,12 @@ class PatientStore:
         return True
 
     def _is_left_out(self) -> bool:
-        """Return whether to leave a request out, because the last ones failed; each may take long to do so."""
+        """Return whether to leave a request out, because the last requests failed, and failing may take long."""
         self._left_out = max(0, self._left_out - 1)
         return self._left_out > 0
 
     def _fail(self, error: Exception) -> None:
-        """Note that the store failed, and warn the first time."""
+        """Count a failure of the store, and warn of the first one."""
         has_warned, self._failures = self._failures >= 0, max(self._failures, 0) + 1
         self._left_out = 2 ** min(self._failures, _DOUBLINGS)
         if not has_warned and self.opened() is not None:

@@ -1,4 +1,4 @@
-"""Find which rank of how many this process is: given, read from a process group, or not distributed at all."""
+"""Find this process's rank and the number of ranks: from arguments, from a process group, or none."""
 
 import math
 import os
@@ -23,8 +23,9 @@ _DATA_PARALLEL = (
     *("hsdp", "replicate", "replica", "shard", "batch", "data", "data_parallel"),
 )
 
-# Names of those that never split it. Experts (ep, expert, efsdp) are in neither: their ranks mostly have data of their
-# own, but in some meshes the same. Nor are names that join both (dp_cp, dp_shard_cp).
+# Names of mesh dimensions that never split the data. Dimensions of experts (ep, expert, efsdp) are in neither list:
+# their ranks mostly have data of their own, but in some meshes the same data. Nor are names that join both kinds
+# (dp_cp, dp_shard_cp).
 _MODEL_PARALLEL = (
     *("tp", "cp", "sp", "pp", "mp", "etp", "ulysses", "ring", "tensor", "context", "sequence", "pipeline", "pipe"),
     *("stage", "model", "tensor_parallel", "context_parallel", "sequence_parallel", "pipeline_parallel"),
@@ -38,10 +39,9 @@ class World:
 
     Attributes:
         rank: This rank's number, in ``range(num_replicas)``.
-        num_replicas: How many ranks share.
-        share_of_rank: Which global rank takes which share, sorted, for all ranks that must agree. Ranks that differ
-            only in another kind of parallelism take the same share. None in an explicit world, where nothing
-            communicates.
+        num_replicas: How many shares there are.
+        share_of_rank: The share of each global rank, sorted, for all ranks that must agree. Ranks that differ only in
+            another kind of parallelism take the same share. None in an explicit world, where ranks do not communicate.
     """
 
     rank: int
@@ -53,16 +53,17 @@ class World:
 
     @property
     def replicas(self) -> list[int]:
-        """The global ranks that take the same share as this one."""
+        """The global ranks that take the same share as this rank."""
         return [rank for rank, share in (self.share_of_rank or {}).items() if share == self.rank]
 
     def peer_ranks(self, operation: str) -> list[int]:
-        """Return the ranks, one for each share in order, that this one exchanges data with.
+        """Return the ranks with which this rank exchanges data, one for each share, in order.
 
-        If several ranks take the same share, the first of each share are together, then the second of each, and so on.
+        If several ranks take the same share, the first ranks of all shares exchange data, then the second ranks, and so
+        on.
 
         Args:
-            operation: What needs them, for the error.
+            operation: The operation that needs the ranks, for the error.
 
         Raises:
             WorldError: This is an explicit world.
@@ -85,17 +86,17 @@ def find_world(
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
 ) -> World | None:
-    """Return the world that was asked for, or that of the process group, or None if there is only one process.
+    """Return the world of the arguments, or else of the process group; None if there is only one process.
 
     Args:
         rank: This rank, in an explicit world.
         num_replicas: The number of ranks of an explicit world.
         process_group: The group whose ranks shard the data.
-        device_mesh: A mesh whose data-parallel dimensions shard, or the sub-mesh of these. Ranks that differ only in
-            others get the same data.
+        device_mesh: A mesh whose data-parallel dimensions shard the data, or the sub-mesh of these dimensions. Ranks
+            that differ only in other dimensions get the same data.
 
     Raises:
-        InvalidOptionError: The world that was given is not valid, or was given in two ways.
+        InvalidOptionError: The arguments are not valid, or set the world in two ways.
         WorldError: This process is not in ``process_group`` or ``device_mesh``, or the environment announces several
             processes and there is no process group yet.
     """
@@ -133,7 +134,7 @@ def _group_world(group: dist.ProcessGroup | None) -> World:
     rank = dist.get_rank(group)
     if rank < 0:
         raise _outside("process_group")
-    known = dist.group.WORLD if group is None else group  # torch 2.4 knows None here as no group
+    known = dist.group.WORLD if group is None else group  # torch 2.4 takes None for no group here
     members = {member: place for place, member in enumerate(dist.get_process_group_ranks(known))}
     return World(rank, len(members), dict(sorted(members.items())))
 
@@ -146,7 +147,7 @@ def _outside(given: str) -> WorldError:
 
 
 def _require_group(group: object) -> None:
-    # What new_group() returns on the ranks that it leaves out is not a group.
+    # On the ranks that new_group() leaves out, it returns an object that is no group.
     if not (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         raise InvalidOptionError(
             f"process_group={group!r} is a {type(group).__name__}, no ProcessGroup. Pass what "
@@ -167,11 +168,11 @@ def _mesh_world(mesh: DeviceMesh) -> World:
     names, whole = tuple(mesh.mesh_dim_names or map(str, range(mesh.ndim))), root_mesh(mesh)
     chosen = _dimensions_that_split(mesh, names, is_part=mesh.ndim < whole.ndim or mesh.ndim == 1)
     if whole.mesh_dim_names is not None and set(chosen) <= set(whole.mesh_dim_names):
-        # Even with mesh["dp"] alone, ranks that differ in other dimensions must agree too.
+        # Even with mesh["dp"] alone, ranks that differ in other dimensions must agree, too.
         mesh, names = whole, whole.mesh_dim_names
     if mesh.get_coordinate() is None:
         raise _outside("device_mesh")
-    # Move the dimensions that split the data to the front: then each row lists the ranks of one share.
+    # Move the dimensions that split the data to the front, so that each row lists the ranks of one share.
     first = sorted(range(len(names)), key=lambda dimension: names[dimension] not in chosen)
     num_replicas = math.prod(mesh.mesh.shape[names.index(name)] for name in chosen)
     rows = mesh.mesh.permute(first).reshape(num_replicas, -1).tolist()
@@ -182,7 +183,8 @@ def _mesh_world(mesh: DeviceMesh) -> World:
 def _dimensions_that_split(mesh: DeviceMesh, names: Sequence[str], *, is_part: bool) -> Sequence[str]:
     """Return the names of a mesh's dimensions that split the data.
 
-    Known names say so. Whoever passes a part of a mesh says it of all of the part, unless known names contradict.
+    These are the dimensions with known names. If the user passes a part of a mesh, these are all dimensions of the
+    part, unless a known name contradicts.
     """
     known = [name for name in names if name.lower() in _DATA_PARALLEL]
     others = [name for name in names if name.lower() not in _DATA_PARALLEL + _MODEL_PARALLEL]
