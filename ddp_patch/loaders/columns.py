@@ -1,4 +1,4 @@
-"""Columns: sequences with one element for each sample of a dataset. By them ranks tell whether they hold the same data.
+"""Columns: sequences with one element for each sample of a dataset, by which ranks compare their data.
 
 ======================================================  ============  ==================
 what the datasets of ranks hold                         at the patch  when a pass begins
@@ -45,35 +45,36 @@ __all__ = [
     "spread",
 ]
 
-# So many elements are looked at, evenly spread; of Hugging Face's tables rows, which may hold pictures.
+# How many elements of a column are read, evenly spread; how many rows of Hugging Face's tables, which may have
+# pictures.
 _MOST: Final = 256
 _MOST_ROWS: Final = 16
-# When passes begin, so many columns are looked at, and so many elements of all: that is to cost little in every epoch.
+# How many columns are read when a pass begins, and how many elements in all: reading should cost little in each epoch.
 _MOST_KEPT, _MOST_IN_ALL = 4, 128
-# An attribute of fewer elements is a setting. Of an element's parts, so many count.
+# An attribute with fewer elements than _FEW is a setting. At most _PARTS parts of an element count.
 _FEW: Final = 8
 _PARTS: Final = 64
-# Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
+# The exact types of plain data: a subclass may read a file, or ask another rank, for an element.
 _PLAIN: Final = (list, tuple, range, array, np.ndarray, np.memmap, torch.Tensor)
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _NO_DATASETS: Final = {*_PLAIN, *_DICTS, str, int, float, bool, type(None)}
 
-# Begins what tells columns of one name apart.
+# Begins the suffix of further columns with the same name.
 _NUMBER: Final = " (number "
-# By what a column tells samples apart: the more, the surer.
+# What tells a column's elements apart; a larger value is surer.
 NOTHING, VALUES, NUMBERS, NAMES = range(4)
 
 
 class Column(NamedTuple):
-    """What a rank reports of a column.
+    """A rank's report of a column.
 
     Attributes:
-        holder: The dataset that holds it.
-        name: What it is called in errors.
-        digest: The digest of its length, and of the elements that are looked at.
-        tells: By what these differ from each other: NOTHING if two are alike; VALUES, NUMBERS or NAMES.
-        proves: Whether other columns of the dataset may differ where this one is the same on all ranks: not if it is
-            of positions, which are the same for any data.
+        holder: The dataset that has the column.
+        name: The column's name in errors.
+        digest: The digest of the column's length, and of the elements that are read.
+        tells: What tells the elements apart: VALUES, NUMBERS or NAMES; NOTHING if two elements are equal.
+        proves: Whether equal columns on all ranks prove that the ranks have the same samples: not if the elements are
+            positions, which are the same for any data.
     """
 
     holder: str
@@ -84,12 +85,12 @@ class Column(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the ranks' columns say together, each by its name.
+    """The result of comparing the ranks' columns: names of columns.
 
     Attributes:
-        certain: Those that tell samples apart, and differ.
-        likely: Others that differ, where no column proves that the samples are the same.
-        kept: Those to compare when passes begin: they tell samples apart best, and are the same on all ranks.
+        certain: The columns that differ, and tell samples apart.
+        likely: Other columns that differ, if no column proves that the samples are the same.
+        kept: The columns to compare when passes begin: they are the same on all ranks, and tell samples apart best.
     """
 
     certain: Sequence[str]
@@ -98,12 +99,12 @@ class Verdict(NamedTuple):
 
 
 def columns_of(dataset: Any) -> tuple[Column, ...]:
-    """Return the columns of a dataset, and of those that it holds. ``__getitem__`` of a dataset is never called.
+    """Return the columns of a dataset, and of the datasets in it. ``__getitem__`` of a dataset is never called.
 
     A column is plain data or a table: the dataset itself, ``Subset.indices``, a tensor of a ``TensorDataset``, or an
     attribute, within two levels of dicts and objects, with as many elements as its dataset has samples. An element
-    counts by its texts and whole numbers, of a path by the last parts; else by its value. What all have in common does
-    not count. Where one is None, it is a cache, and no column.
+    counts by its texts and whole numbers; by its value if it has none. A path counts by its last parts. Parts that all
+    elements have in common do not count. A list with a None in it is a cache, and no column.
 
     Examples:
         >>> halves = [Subset(range(10), range(start, start + 5)) for start in (0, 5)]
@@ -118,7 +119,7 @@ def columns_of(dataset: Any) -> tuple[Column, ...]:
 
 
 def columns_digest(dataset: Any, names: Collection[str]) -> str:
-    """Return one digest of a dataset's columns of these names; empty if one is none now, or there are no names.
+    """Return a digest of a dataset's columns of these names; empty if a name has no column now, or there are no names.
 
     Examples:
         >>> rows = [f"{number}.png" for number in range(9)]
@@ -133,13 +134,13 @@ def columns_digest(dataset: Any, names: Collection[str]) -> str:
 
 
 def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
-    """Return what the ranks' columns say of their data.
+    """Compare the ranks' columns.
 
-    Where one differs and another of the same dataset is the same, the one counts that tells samples apart more surely:
-    names before whole numbers, and these before other values.
+    If one column differs and another column of the same dataset is the same, the column that tells samples apart more
+    surely decides: names before whole numbers, whole numbers before other values.
 
     Args:
-        reported: Those of each rank.
+        reported: The columns of each rank.
     """
     of_ranks = [{column.name: column for column in columns} for columns in reported.values()]
     common = [[one[name] for one in of_ranks] for name in of_ranks[0] if all(name in one for one in of_ranks)]
@@ -162,16 +163,16 @@ def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
 def _looked_at(
     dataset: Any, names: Collection[str] | None = None, most: int = _MOST
 ) -> Iterator[tuple[str, str, "_Told"]]:
-    """Yield which dataset holds a column, its name, and what is told of it; of those of some names, or of all."""
+    """Yield the dataset, the name and the summary of each column; of the columns with some names, or of all."""
     for holder, name, values in _columns(dataset, names):
         if names is None or name in names:
-            with suppress(Exception):  # the user's elements
+            with suppress(Exception):  # the user's elements may raise anything
                 if (told := _told_of(values, most)) is not None:
                     yield holder, name, told
 
 
 def _columns(dataset: Any, names: Collection[str] | None) -> Iterator[tuple[str, str, Any]]:
-    """Yield the columns of a dataset and of those in it: which dataset holds it, its name, and its values."""
+    """Yield the dataset, the name and the values of each column of a dataset and of the datasets in it."""
     wanted = None if names is None else {name.partition(_NUMBER)[0] for name in names}
     holders, named, seen = Counter[str](), Counter[str](), set[int]()
     for part in islice(_datasets(dataset), LOOKED_AT):
@@ -187,7 +188,7 @@ def _columns(dataset: Any, names: Collection[str] | None) -> Iterator[tuple[str,
 
 
 def _datasets(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset and all in it, at any depth, from the outside in; of a ``Subset`` also a list."""
+    """Yield a dataset and all datasets in it, from the outside in; also a list that is a ``Subset``'s dataset."""
     for part in walk(dataset, _inner):
         yield part
         if isinstance(part, Subset) and not _is_dataset(part.dataset):
@@ -195,7 +196,7 @@ def _datasets(dataset: Any) -> Iterator[Any]:
 
 
 def _inner(part: Any) -> Iterator[Any]:
-    """Yield the datasets that a dataset holds, alone or in a list or dict that begins with one."""
+    """Yield the datasets that are attributes of a dataset, or in a list or dict that begins with a dataset."""
     for value in stored(part).values():
         if _is_dataset(value):
             yield value
@@ -204,8 +205,8 @@ def _inner(part: Any) -> Iterator[Any]:
 
 
 def _length(part: Any) -> int:
-    """Return how many samples a dataset has; -1 if it does not say."""
-    with suppress(Exception):  # the user's
+    """Return how many samples a dataset has; -1 if it has no length."""
+    with suppress(Exception):  # the user's code may raise anything
         return len(part)
     return -1
 
@@ -215,7 +216,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def _held(part: Any) -> Iterator[tuple[str, Any, int]]:
-    """Yield the values that may be columns of a dataset, by name, and how many elements these have at least."""
+    """Yield the name of each value that may be a column of a dataset, the value, and how many elements it needs."""
     if isinstance(part, Subset):
         yield "the indices of a Subset", part.indices, 1
     elif isinstance(part, TensorDataset):
@@ -227,11 +228,11 @@ def _held(part: Any) -> Iterator[tuple[str, Any, int]]:
 
 
 def attributes(dataset: Any, *, closures: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield a dataset's attributes, by name, and what is in their dicts, short lists and objects, within two levels.
+    """Yield a dataset's attributes, by name, and the values in their dicts, short lists and objects, within two levels.
 
     Args:
         dataset: The dataset.
-        closures: Whether what their functions have of variables around them counts, too.
+        closures: Whether variables in the closures of functions count, too.
     """
     found = [(f"{type(dataset).__name__}.{name}", value) for name, value in stored(dataset).items()]
     for _ in range(3):
@@ -252,7 +253,7 @@ def _parts(value: Any, *, closures: bool) -> Iterator[tuple[Any, Any]]:
 
 
 def plain_data(value: Any) -> Any:
-    """Return plain data or a table; None of anything else."""
+    """Return the value if it is plain data or a table; else None."""
     if type(value) in _PLAIN:
         is_strange = isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.layout != torch.strided)
         return None if is_strange or getattr(value, "shape", (1,)) == () else value
@@ -263,7 +264,7 @@ def plain_data(value: Any) -> Any:
 
 
 class _Told(NamedTuple):
-    """What is told of a column: by what its elements differ from each other, and whether they are their places."""
+    """The summary of a column: its digest, what tells its elements apart, and whether these are their positions."""
 
     digest: str
     tells: int
@@ -271,7 +272,7 @@ class _Told(NamedTuple):
 
 
 def _told_of(values: Any, most: int) -> _Told | None:
-    """Return what some elements tell, evenly spread; None of a cache, which has None for those that did not come."""
+    """Return the summary of a column, by evenly spread elements; None for a cache, which has None in it."""
     n = len(values)
     places = spread(n, most)
     if (rows := _rows_of(values, places)) is not None:
@@ -285,7 +286,7 @@ def _told_of(values: Any, most: int) -> _Told | None:
 
 
 def _rows_of(values: Any, places: list[int]) -> tuple[list[Any], int] | None:
-    """Return some of each row of an array of numbers; None of a flat one of whole numbers, or of other values."""
+    """Return some numbers of each row of a numeric array; None for a flat array of whole numbers, or other values."""
     if isinstance(values, torch.Tensor):
         is_whole = not (values.is_floating_point() or values.is_complex())
     elif isinstance(values, np.ndarray) and values.dtype.kind in "biufc":
@@ -307,13 +308,13 @@ def elements_at(values: Any, places: list[int]) -> list[Any]:
     if is_table(values):
         return rows_at(values, places)
     rows = copy.copy(values)
-    rows.set_format("arrow")  # as they are stored, with nothing decoded
+    rows.set_format("arrow")  # read rows as they are stored, without decoding
     found: list[Any] = rows[[places[at] for at in spread(len(places), _MOST_ROWS)]].to_pylist()
     return found
 
 
 def _described(looked_at: list[Any]) -> tuple[list[Any], int]:
-    """Return what counts of each element, as a value that can be hashed, and by what these may differ."""
+    """Return a hashable value for each element, and what may tell the elements apart."""
     kinds = {*map(type, looked_at)}
     if kinds <= {int, bool}:
         return looked_at, NUMBERS
@@ -322,14 +323,14 @@ def _described(looked_at: list[Any]) -> tuple[list[Any], int]:
     found = _apart(looked_at, _parts_of)
     if () in found:
         return [*map(_value_of, looked_at)], VALUES
-    if len({*map(len, found)}) == 1:  # what all have in common tells none apart
+    if len({*map(len, found)}) == 1:  # parts that all elements have in common tell none apart
         apart = [parts for parts in zip(*found, strict=True) if len({*parts}) > 1]
         found = [*zip(*apart, strict=True)] if apart else found
     return found, NAMES if any(isinstance(part, str | bytes) for part in chain(*found)) else NUMBERS
 
 
 def _apart(looked_at: list[Any], told: Callable[[Any, int], Any]) -> list[Any]:
-    """Return what is told of elements, by as few last parts of paths as tell them apart."""
+    """Describe elements, with as few last parts of paths as tell the elements apart."""
     for length in (1, 2, 3):
         found = [told(element, length) for element in looked_at]
         if len({*found}) == len(found):
@@ -338,7 +339,7 @@ def _apart(looked_at: list[Any], told: Callable[[Any, int], Any]) -> list[Any]:
 
 
 def _parts_of(element: Any, length: int) -> tuple[str | bytes | int, ...]:
-    """Return the texts and whole numbers in an element, and one level into it; of paths so many last parts."""
+    """Return the texts and whole numbers in an element, or one level deeper; of a path, its last parts."""
     parts: Iterable[Any] = (element,)
     if isinstance(element, list | tuple):
         parts = element[:: -(-len(element) // _PARTS)] if element else ()
@@ -364,7 +365,7 @@ def _value_of(element: Any) -> str:
 
 
 def last_parts(text: str, length: int) -> str:
-    """Return so many last parts of a path; ranks may keep copies of a file in folders of their own.
+    """Return the last parts of a path, because ranks may keep copies of a file in folders of their own.
 
     Examples:
         >>> last_parts("/data/cats/1.png", 2), last_parts("https://host/1.png?signature=7", 1)
@@ -380,5 +381,5 @@ def _digest(value: Any) -> str:
 
 
 def spread(n: int, most: int) -> list[int]:
-    """Return places from the first to the last, evenly spread."""
+    """Return at most ``most`` positions in ``range(n)``, from the first to the last, evenly spread."""
     return [*range(n)] if n <= most else [place * (n - 1) // (most - 1) for place in range(most)]

@@ -1,4 +1,4 @@
-"""Copy a loader with other parts, and find what repeats a sampler in a loader with one iterator for all epochs."""
+"""Copy a loader with other parts; find the object that repeats a sampler in a loader with one endless iterator."""
 
 import copy
 import inspect
@@ -47,10 +47,10 @@ _HOLD = frozenset({"sampler", "batch_sampler"})
 
 
 def repeater_in(loader: Any) -> object | None:
-    """Return what repeats a loader's sampler or batch sampler forever; None in ordinary loaders.
+    """Return the object that repeats a loader's sampler or batch sampler forever; None in ordinary loaders.
 
-    Elsewhere than in a loader with an iteration of its own, such a sampler is one endless stream; and an iterable
-    dataset is read once, whatever repeats its indices.
+    Only a loader with an iteration of its own has epochs over such a sampler: in other loaders it is one endless
+    stream. An iterable dataset is read once, whatever repeats its indices.
     """
     kind = type(loader)
     if not has_own_iteration(kind) or has_own_iterators(kind) or isinstance(loader.dataset, IterableDataset):
@@ -73,18 +73,18 @@ def with_repeated(repeater: Any, sampler: object) -> Any:
 
 
 def _repeats(sampler: object) -> bool:
-    """Return whether it holds one sampler and nothing else, has no length, and a copy repeats what it holds."""
+    """Return whether a sampler has one attribute, which is a sampler, has no length, and repeats the inner sampler."""
     held = getattr(sampler, "__dict__", {})
     if len(held) != 1 or not held.keys() <= _HOLD or hasattr(type(sampler), "__len__") or None in held.values():
         return False
     try:
         return list(islice(with_repeated(sampler, _Trial([[0], [1]])), 5)) == [[0], [1], [0], [1], [0]]
-    except Exception:  # noqa: BLE001 - the user's code, tried on what it was not made for
+    except Exception:  # noqa: BLE001 - the user's code, tried with a sampler that it was not made for
         return False
 
 
 class _Trial(list[list[int]]):
-    """Stands for the sampler in a copy of what may repeat it, which may ask on and give nothing."""
+    """A sampler for trying a copy of a possible repeater. It raises an error if it is iterated without end."""
 
     begun = 0
 
@@ -95,7 +95,7 @@ class _Trial(list[list[int]]):
         return super().__iter__()
 
 
-# A patched loader has methods that its class lacks: the attributes that hold them, and the object they belong to.
+# The attributes in which a patched loader stores methods that its class lacks, and the object they belong to.
 COPY, METHODS = "__getstate__", "_ddp_patch_methods"
 OWN_METHODS: Final = frozenset({MAKE_ITERATOR, "state_dict", "load_state_dict", COPY, METHODS})
 
@@ -106,10 +106,10 @@ _DATA_RELATED = frozenset({"dataset", "batch_size", "shuffle", "sampler", "batch
 
 
 def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_parameters: bool = False) -> dict[str, Any]:
-    """Return the arguments that a loader was made with, by name.
+    """Return the arguments that a loader was constructed with, by name.
 
-    The names are read from the signature of the loader's class, so those of a newer torch or a subclass are included.
-    ``shuffle`` is missing: a DataLoader makes a sampler of it and forgets it.
+    The names are read from the signature of the loader's class, so arguments of a newer torch or a subclass are
+    included. ``shuffle`` is missing: a DataLoader turns it into a sampler and forgets it.
 
     Args:
         loader: Any DataLoader or subclass.
@@ -139,7 +139,7 @@ def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_param
 
 
 def _signature(loader_type: type) -> list[str]:
-    """Return the names of the constructor's arguments, also those that ``*args`` or ``**kwargs`` pass on."""
+    """Return the names of the constructor's arguments, also of arguments that ``*args`` or ``**kwargs`` pass on."""
     names: dict[str, None] = {}
     for base in loader_type.__mro__:
         if "__init__" not in vars(base):
@@ -158,7 +158,7 @@ def copies_plainly(kind: type) -> bool:
 
 
 def state_for_copies(loader: Any, **more: Any) -> Any:
-    """Return what a copy of a loader has for attributes: those of the loader without methods of ours, and more."""
+    """Return the attributes of a copy of a loader: the loader's, without methods of this package, and more."""
     state: Any = object.__getstate__(loader)
     attributes, *slots = state if isinstance(state, tuple) else (state,)
     kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS} | more
@@ -168,8 +168,8 @@ def state_for_copies(loader: Any, **more: Any) -> Any:
 def copy_loader(loader: L, **replaced: Any) -> L:
     """Return a shallow copy of the loader, with some attributes replaced.
 
-    Dataset, samplers and functions are those of the given loader. Its running iterators (``persistent_workers`` keeps
-    one, and so may a user who looked at a batch) stay there; the copy has None instead.
+    The copy shares dataset, samplers and functions with the loader. Running iterators (``persistent_workers`` keeps
+    one, and so may a user) stay in the loader; the copy has None instead.
 
     Raises:
         UnsupportedLoaderError: The loader's class forbids copying, or does not let an attribute be replaced.
@@ -188,13 +188,14 @@ def copy_loader(loader: L, **replaced: Any) -> L:
 def change_loader(loader: L, **replaced: Any) -> L:
     """Replace attributes of the loader itself as ``copy_loader`` does in a copy, and return it.
 
-    Its running iterators are let go.
+    The loader's running iterators are removed.
 
     Raises:
-        UnsupportedLoaderError: The loader's class does not let an attribute be replaced. Others are replaced by then.
+        UnsupportedLoaderError: The loader's class does not let an attribute be replaced. Other attributes are replaced
+            by then.
     """
     running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader)]
-    # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
+    # Avoid DataLoader.__setattr__, which refuses to change a sampler after construction.
     vars(loader).update({**dict.fromkeys([RUNNING_ITERATOR, *running]), **replaced})
     for attribute in LIGHTNING_ARGUMENTS & vars(loader).keys():
         del vars(loader)[attribute]
@@ -209,9 +210,9 @@ def change_loader(loader: L, **replaced: Any) -> L:
 
 
 class _Original:
-    """Makes the iterators of a loader that was left as it is, and warns once: its patched copy may be meant.
+    """Makes the iterators of a loader that has a patched copy, and warns once, because the copy may be meant.
 
-    It goes after that, and is in no copy of the loader.
+    The object removes itself after the warning, and copies of the loader do not have it.
     """
 
     def __init__(self, loader: DataLoader[Any], patched_at: str, is_copy_used: Callable[[], bool]) -> None:
@@ -246,12 +247,12 @@ class _Original:
 
 
 def notice_if_iterated(loader: DataLoader[Any], patched_at: str, is_copy_used: Callable[[], bool]) -> None:
-    """Warn once if a loader of which a patched copy was returned is iterated on several ranks, beyond a look.
+    """Warn once if a loader that has a patched copy is iterated on several ranks for more than one batch.
 
     Args:
-        loader: The loader that was left as it is. One whose class has a way of its own to copy it is left alone.
-        patched_at: Where that was, for the warning.
-        is_copy_used: Tells whether the copy has been used. Then this loader is iterated on purpose, too.
+        loader: The loader. Nothing happens if its class has its own way of copying.
+        patched_at: Where the loader was patched, for the warning.
+        is_copy_used: Returns whether the copy has been used. Then this loader is iterated on purpose.
     """
     if dist.is_initialized() and dist.get_world_size() > 1 and copies_plainly(type(loader)):
         _Original(loader, patched_at, is_copy_used)

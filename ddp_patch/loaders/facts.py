@@ -1,4 +1,4 @@
-"""Look at a loader or sampler: everything that sharding depends on, as one frozen value."""
+"""The facts of a loader or sampler: everything that sharding depends on, as one frozen value."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,13 +42,13 @@ __all__ = [
 
 L = TypeVar("L", bound=DataLoader[Any])
 
-# What a loader shows that is said to be sharded already, so that ranks can compare it: plain data, as it travels.
+# What ranks compare of a loader that is sharded already, as plain data.
 Claim: TypeAlias = Mapping[str, Any]
 
-# What cannot be started again: a loader that keeps one continues yielding what it began.
+# Iterators that cannot be started again: a loader that keeps such an iterator goes on with it.
 _RUNNING = (RunningLoader, GeneratorType, map, filter, zip, chain, islice, cycle)
-# Attributes in which an iterator does no harm: torch begins its own for each epoch, and samplers and datasets are
-# looked at elsewhere.
+# Attributes in which an iterator does no harm: torch begins a new one for each epoch, and samplers and datasets are
+# checked elsewhere.
 _LOOKED_AT_ELSEWHERE = frozenset({RUNNING_ITERATOR, "dataset", "sampler", "batch_sampler"}) | ITERATORS_KEPT_FOR_STATES
 
 
@@ -56,21 +56,21 @@ class ShardedUnit(Enum):
     """What is sharded in a loader."""
 
     SAMPLE = "sample"  # indices, which torch's own BatchSampler puts into batches on each rank
-    BATCH = "batch"  # whole batches: of any other batch sampler, or of torch's own where the user says so
+    BATCH = "batch"  # whole batches of any other batch sampler, or of torch's own where the user says so
     UNBATCHED = "unbatched"  # the sampler of a loader without automatic batching: batch_size=None
-    ITERABLE = "iterable"  # an IterableDataset, which no sampler chooses from
+    ITERABLE = "iterable"  # an IterableDataset, which has no sampler
 
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """What is known about a stream without using it up.
+    """The facts of a stream, read without using it up.
 
     The user's code (lengths, the first items of an iterator's copy) runs at most once, and only if it is needed. The
-    loader's dataset and samplers are those that it has when they are asked for.
+    loader's present dataset and samplers are read at each call.
 
     Attributes:
-        source: What the stream comes from: a sampler, a batch sampler or an iterable dataset.
-        loader: The loader that iterates it; None for a sampler by itself.
+        source: The sampler, batch sampler or iterable dataset that the stream comes from.
+        loader: The loader that iterates the source; None for a sampler by itself.
     """
 
     source: Any
@@ -83,22 +83,22 @@ class StreamFacts:
 
     @property
     def dataset(self) -> object:
-        """What the samples come from, where that is known. It is never copied."""
+        """The dataset of the samples, if known. A dataset is never copied."""
         return None if self.loader is None else self.loader.dataset
 
     @property
     def name(self) -> str:
-        """The class of the source, as errors name it."""
+        """The name of the source's class, for errors."""
         return type(self.source).__name__
 
     @cached_property
     def length(self) -> int | None:
-        """How many items the stream has, as the source says; None if it does not say."""
+        """How many items the stream has, by the source's ``len()``; None if it has no length."""
         return length_of(self.source, self.samplers)
 
     @property
     def described(self) -> dict[str, object]:
-        """Classes and length, by the names under which ranks compare them and states keep them."""
+        """Classes and length, by the names under which ranks compare them and saved states have them."""
         kinds = " over ".join(type(nested).__qualname__ for nested in self.samplers)
         found: dict[str, object] = {"sampler": kinds, "sampler length": or_unknown(self.length)}
         if is_torch_batch_sampler(type(self.source)):
@@ -107,17 +107,17 @@ class StreamFacts:
 
     @cached_property
     def is_one_shot(self) -> bool:
-        """Whether the source is an iterator that gives its items once."""
+        """Whether the source is an iterator that yields its items only once."""
         return is_one_shot(self.source, self.dataset)
 
     @cached_property
     def columns(self) -> Sequence[Column]:
-        """The columns that the dataset holds, by which ranks tell whether they hold the same data."""
+        """The columns of the dataset, by which ranks compare their data."""
         return columns_of(self.dataset)
 
     @property
     def generators(self) -> Sequence[RandomGenerator]:
-        """The generators that ranks begin alike: torch's, and those that samplers draw from alone."""
+        """The generators that get the same state on all ranks: torch's, and generators that only samplers draw from."""
         of_dataset = {*map(id, random_generators([self.dataset]))}
         of_samplers = {*map(id, random_generators(self.samplers))} - of_dataset
         holders = self.samplers if self.loader is None else (self.loader, *samplers_in_use(self.loader))
@@ -127,24 +127,25 @@ class StreamFacts:
 
 @dataclass(frozen=True)
 class LoaderFacts(Generic[L]):
-    """Everything that is known about a loader.
+    """The facts of a loader.
 
-    Lengths run the user's code, so they are asked for at most once, and only where somebody needs them.
+    Lengths run the user's code, so each is computed at most once, and only if needed.
 
     Attributes:
         loader: The loader itself, to be copied.
-        unit: What of it is sharded.
-        source: What gives what is sharded: a sampler, a batch sampler or an iterable dataset.
-        sharded_by: What shards it already, or None.
+        unit: What is sharded.
+        source: The sampler, batch sampler or iterable dataset that yields the sharded items.
+        sharded_by: The object that shards the loader already, or None.
         batch_size: How many samples a batch has; None if torch does not make the batches.
         drop_last: Whether torch leaves out a last, incomplete batch.
-        num_workers: How many workers it has.
-        batches_ahead: How many batches its workers fetch ahead.
-        repeater: What repeats the sampler or batch sampler, in a loader with one iterator for all epochs; or None.
+        num_workers: How many workers the loader has.
+        batches_ahead: How many batches the workers prefetch.
+        repeater: The object that repeats the sampler or batch sampler, in a loader with one iterator for all epochs; or
+            None.
         running: The attributes that hold an iterator over this loader: torch's, or the one for all epochs.
         other_loader_in: The attribute that holds another loader which it may iterate instead of its own data, or None.
         iterator_in: The attribute that holds a running iterator with which the loader may continue, or None. torch's
-            own iteration starts again, and so does a copy of a loader with a repeater.
+            own iteration starts anew, and so does a copy of a loader with a repeater.
     """
 
     loader: L
@@ -172,14 +173,14 @@ class LoaderFacts(Generic[L]):
 
     @property
     def iterated(self) -> Any:
-        """What the loader iterates now for one epoch: its batch sampler, or its sampler where it has none.
+        """The batch sampler that the loader iterates now for one epoch, or its sampler if it has none.
 
-        It is read each time, because a ``set_epoch`` of the user's may put another sampler there.
+        The attribute is read each time, because a ``set_epoch`` of the user's may put another sampler there.
         """
         return _iterated(self.loader, self.repeater)
 
     def placed(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return attributes as a copy of the loader holds them: with what is repeated in a copy of the repeater."""
+        """Return attributes for a copy of the loader: a repeated sampler within a copy of the repeater."""
         if self.repeater is None:
             return dict(attributes)
         place = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
@@ -192,17 +193,17 @@ class LoaderFacts(Generic[L]):
 
     @property
     def has_all_data(self) -> bool:
-        """Whether all ranks' datasets should be the same: of what is not sharded, or by a ``DistributedSampler``."""
+        """Whether all ranks' datasets should be the same: the loader is unsharded, or has a ``DistributedSampler``."""
         return self.sharded_by is None or isinstance(self.sharded_by, DistributedSampler)
 
     @property
     def made_for(self) -> HeldWorld | None:
-        """For which rank of how many it is sharded already; None if that is not known."""
+        """The rank and the number of ranks that the loader is sharded for already; None if not known."""
         return None if self.sharded_by is None else world_of(self.sharded_by)
 
     @cached_property
     def dataset_length(self) -> int | None:
-        """How many samples the dataset has, as it says; None if it does not say."""
+        """How many samples the dataset has, by its ``len()``; None if it has no length."""
         return length_of(self.dataset, nested_samplers(self.dataset))
 
     @property
@@ -213,15 +214,15 @@ class LoaderFacts(Generic[L]):
         return Batching(self.batch_size or 1, self.drop_last)
 
     def in_whole_batches(self) -> "LoaderFacts[L]":
-        """Return the same look, but at the batches that torch makes of the sampler's indices as what is sharded."""
+        """Return the same facts, but for sharding the batches that torch makes of the sampler's indices."""
         return replace(self, unit=ShardedUnit.BATCH, source=self.iterated)
 
     @property
     def described(self) -> dict[str, object]:
-        """What must be the same on every rank, by the names under which ranks compare it."""
+        """The facts that must be the same on every rank, by name."""
         name = type(self.loader).__qualname__
         if self.sharded_by is not None:
-            # Its ranks' lengths and generators may differ, rightly. That it is so on all of them is what counts.
+            # The ranks' lengths and generators may rightly differ. They must only all be sharded already.
             return {"loader": name, "sharded already by": type(self.sharded_by).__qualname__}
         return {
             "loader": name,
@@ -235,14 +236,14 @@ class LoaderFacts(Generic[L]):
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the loader alone: another process looks at its own copy of it."""
+        """Pickle the loader alone: another process reads the facts of its own copy."""
         return look_at, (self.loader,)
 
 
 def look_at(loader: L) -> LoaderFacts[L]:
-    """Look at a loader, and return what everything else reads of it.
+    """Return the facts of a loader.
 
-    A framework's wrapper will do too: what it lacks counts as None, 0 or False.
+    ``loader`` may also be a framework's wrapper: an attribute that it lacks counts as None, 0 or False.
     """
     kind, repeater = type(loader), repeater_in(loader)
     iterates_itself = has_own_iteration(kind)
@@ -253,7 +254,7 @@ def look_at(loader: L) -> LoaderFacts[L]:
     running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader))
     harmless = () if iterates_itself and repeater is None else running
     begun = (name for name, parts in kept.items() if any(isinstance(part, _RUNNING) for part in parts))
-    # Another loader, from which an iteration of the class's own may draw: as Ray's does.
+    # An iteration of the class's own may draw from another loader, as Ray's does.
     named = ((name, part) for name, value in attributes.items() for part in first_parts(value))
     others = (name for name, part in named if part is not loader and isinstance(part, DataLoader))
     batching: Any = iterated if unit is ShardedUnit.SAMPLE else loader
@@ -275,7 +276,7 @@ def look_at(loader: L) -> LoaderFacts[L]:
 
 
 def _sharded_part(loader: DataLoader[Any], iterated: Any) -> tuple[ShardedUnit, object]:
-    """Decide what of a loader is sharded, and return what that comes from."""
+    """Return what is sharded in a loader, and the sampler or dataset that yields it."""
     if isinstance(loader.dataset, IterableDataset):
         return ShardedUnit.ITERABLE, loader.dataset
     if loader.batch_sampler is None:
@@ -286,18 +287,18 @@ def _sharded_part(loader: DataLoader[Any], iterated: Any) -> tuple[ShardedUnit, 
 
 
 def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
-    """Return what a loader iterates for one epoch."""
+    """Return the sampler or batch sampler that a loader iterates for one epoch."""
     return next(samplers_in_use(loader), None) if repeater is None else repeated_in(repeater)
 
 
-# What the log and the audit say of a dataset without columns that tell its samples apart.
+# The text of the log and the audit for a dataset without columns that tell its samples apart.
 NOTHING_TO_COMPARE = "ranks compare no data: it holds no list, array or tensor that tells its samples apart"
 
 
 def claim_of(facts: LoaderFacts[Any]) -> Claim:
     """Return what the ranks compare of a loader that is sharded already, before they compare its passes.
 
-    torch's ``DistributedSampler`` counts by its settings.
+    For torch's ``DistributedSampler``, its settings are compared, too.
 
     Examples:
         >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, seed=7)
@@ -308,7 +309,7 @@ def claim_of(facts: LoaderFacts[Any]) -> Claim:
     holder = facts.sharded_by
     claim: dict[str, Any] = {"name": type(holder).__name__, "steps": steps_of(facts.loader), "settings": {}}
     if isinstance(holder, DistributedSampler):
-        # Without a shuffle, the seed is of no account.
+        # Without a shuffle, the seed has no effect.
         names = ("seed", "shuffle", "drop_last")[1 if getattr(holder, "shuffle", None) is False else 0 :]
         claim["settings"] = {name: getattr(holder, name, None) for name in names}
         claim["settings"]["number of samples"] = length_of(getattr(holder, "dataset", None), ())
@@ -316,12 +317,12 @@ def claim_of(facts: LoaderFacts[Any]) -> Claim:
 
 
 def data_of(dataset: object) -> str:
-    """Return a name for the data that a dataset holds, as far as its columns tell: 32 hexadecimal digits."""
+    """Return a fingerprint of a dataset's data, by its columns: 32 hexadecimal digits."""
     return fingerprint(_identifying(dataset))
 
 
 def has_nothing_to_compare(dataset: object, by: Fingerprint) -> bool:
-    """Return whether ranks could not tell by a dataset that theirs is another one, unless the user wants it so.
+    """Return whether ranks have nothing to compare their datasets by, although the user wants them compared.
 
     Examples:
         >>> class Noise(torch.utils.data.Dataset):
@@ -341,12 +342,12 @@ def _identifying(dataset: object) -> list[tuple[str, str]]:
 
 
 def data_digest(dataset: object, by: Fingerprint, columns: Collection[str]) -> str:
-    """Return a digest of what identifies a dataset now; empty if ranks compare none, or one is no longer there.
+    """Return a digest of what identifies a dataset now; empty if ranks compare no data, or a column is missing now.
 
     Args:
         dataset: The dataset.
         by: The option ``fingerprint=``.
-        columns: The columns that identify it by default, by name.
+        columns: The names of the columns that identify the dataset by default.
 
     Raises:
         InvalidOptionError: The user's function returns None.
@@ -369,5 +370,5 @@ def data_digest(dataset: object, by: Fingerprint, columns: Collection[str]) -> s
 
 
 def held_for_workers(facts: LoaderFacts[Any]) -> Mapping[str, Sequence[Any]]:
-    """Return what must be the same on every rank of an iterable dataset that is to split itself by workers."""
+    """Return the lists that must be the same on every rank if an iterable dataset splits itself by workers."""
     return {} if says_ranks_differ(facts.dataset) else held_by(facts.dataset)

@@ -1,4 +1,4 @@
-"""Watch loaders from outside: hooks on their construction, and on their first use."""
+"""Hooks on the construction of loaders, and on their first use."""
 
 import functools
 import os
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Use(Enum):
-    """What happens to a loader."""
+    """The kinds of use of a loader."""
 
     ITERATED = "iterated"
     MEASURED = "measured by len()"
@@ -45,10 +45,10 @@ _told: list[Told] = []
 
 
 def about_to_use(loader: object, use: Use = Use.ASKED) -> None:
-    """Tell that a loader is about to be used; what is no ``DataLoader`` is no matter."""
-    if _told and issubclass(type(loader), DataLoader):  # isinstance() believes what accelerate's say of themselves
+    """Call the hooks before a loader is used. An object that is no ``DataLoader`` is ignored."""
+    if _told and issubclass(type(loader), DataLoader):  # isinstance() is True for accelerate's wrappers
         for tell in reversed(_told):
-            tell(loader, use)  # type: ignore[arg-type]  # its class was asked
+            tell(loader, use)  # type: ignore[arg-type]  # its class was checked
 
 
 @contextmanager
@@ -61,18 +61,19 @@ def told_of_uses(tell: Told) -> Iterator[None]:
         _told.remove(tell)
 
 
-# Files in these folders are not the user's: torch's and this package's.
+# The folders of torch and of this package, whose files are not the user's.
 OURS = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules["ddp_patch"]))
-_MADE = "_ddp_patch_made"  # the loader's attribute for where it was made
+_MADE = "_ddp_patch_made"  # the loader's attribute that says where it was constructed
 
 
 class Made(NamedTuple):
-    """Where a loader was made.
+    """Where a loader was constructed.
 
     Attributes:
-        place: The file and line that called its class.
-        caller: The file and line that called the function with that line: a script makes several loaders by one.
-        number: Which of the loaders that were made there it is, counted from 1.
+        place: The file and line that called the loader's class.
+        caller: The file and line that called the function with that line, because one function may construct several
+            loaders.
+        number: The number of the loader among those constructed there, from 1.
     """
 
     place: str
@@ -81,13 +82,13 @@ class Made(NamedTuple):
 
 
 def made(loader: DataLoader[Any]) -> Made | None:
-    """Return where a loader was made; None if that was not recorded."""
+    """Return where a loader was constructed; None if this was not recorded."""
     return vars(loader).get(_MADE)
 
 
 @contextmanager
 def places_recorded() -> Iterator[None]:
-    """Record, while entered, where each loader is made."""
+    """While entered, record where each loader is constructed."""
     numbers: Counter[tuple[str, str]] = Counter()
 
     def record(loader: DataLoader[Any]) -> None:
@@ -101,24 +102,26 @@ def places_recorded() -> Iterator[None]:
 
 @contextmanager
 def called_before(name: str, call: Callable[[DataLoader[Any]], object]) -> Iterator[None]:
-    """Have ``call(loader)`` run, while entered, before a method of each loader, whatever its class.
+    """While entered, run ``call(loader)`` before a method of each loader, whatever its class.
 
-    It runs once where a class's method calls its base's, and not where another method of the class does so: some
-    constructors begin their base's iteration, for a loader that is not finished yet.
+    ``call`` runs once if a class's method calls the base class's method. It does not run if another method of the class
+    calls the base class's method: some constructors begin the base class's iteration, of an unfinished loader.
 
     Args:
-        name: The method.
-        call: What runs. Whatever it raises, the method's caller gets; whatever else than None it returns, too, and the
-            method is not called.
+        name: The method's name.
+        call: The function to run. An error that it raises reaches the method's caller. If it returns anything but None,
+            the caller gets this value, and the method is not called.
     """
     with ExitStack() as stack:
 
         def wrap(kind: type[DataLoader[Any]]) -> None:
-            # In each class, because torchdata's StatefulDataLoader does not call its base's methods.
+            # Wrap the method in each class, because torchdata's StatefulDataLoader does not call its base class's
+            # methods.
             if name in vars(kind):
                 stack.enter_context(patch.object(kind, name, _wrapped(kind, name, call)))
 
-        # Another one that is entered, if any. Else the base's, which Python 3.12 and newer have written in C.
+        # The method of another ``called_before`` that is entered, if any. Otherwise the base class's, which is written
+        # in C since Python 3.12.
         before = vars(DataLoader).get("__init_subclass__")
 
         def init_subclass(kind: type[DataLoader[Any]], /, **options: Any) -> None:
@@ -152,14 +155,14 @@ def script_line(frame: FrameType | None) -> str:
 
 
 def from_here(place: str) -> str:
-    """Return a file and line as ``train.py:41``, from the current folder where the file lies below it."""
+    """Return a file and line such as ``train.py:41``, relative to the current folder if the file is below it."""
     file, _, line = place.rpartition(":")
     here = Path.cwd()
     return f"{Path(file).relative_to(here) if Path(file).is_relative_to(here) else file}:{line}"
 
 
 def _place_and_caller() -> tuple[str, str]:
-    """Return the first two lines of the call stack that are outside torch and this package."""
+    """Return the two innermost lines of the call stack that are outside torch and this package."""
     frame = _outside(sys._getframe(1))
     return _line(frame), _line(frame and frame.f_back)
 

@@ -1,4 +1,4 @@
-"""What two ranks' parts of a pass have in common: sketches of the indices or samples that each was given."""
+"""Sketches of the indices or samples of each rank in a pass, by which ranks find samples in common."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,28 +16,28 @@ from ddp_patch.orders.digest import number_or_zero
 __all__ = ["NotedIndices", "Sketch", "common_items", "is_more_than_padding", "row_hashes"]
 
 
-# So many bytes of a sample's array are looked at, evenly spread.
+# How many bytes of a sample's array are hashed, evenly spread.
 _LOOKED_AT = 1024
 
 _SCALARS = (str, bytes, int, float, bool, np.generic)
 
-# Hashes have 32 bits. Products with an odd number leave different indices different.
+# Hashes have 32 bits. Products of different indices with an odd number are different.
 _ODD, _MASK = 0x9E3779B1, 2**32 - 1
 
 
 class Sketch:
-    """The smallest hashes of what a rank was given so far in a pass: those of the same samples on every rank.
+    """The smallest hashes of a rank's samples so far in a pass, so that all ranks choose the same samples to compare.
 
-    What came last is left out: it may be padding, an item or a whole batch.
+    The last item or batch is left out, because it may be padding.
 
     Args:
         most: How many hashes are kept.
 
     Attributes:
-        seen: How many came, but for the last.
-        added: How often.
-        order: A hash of all that came, in order.
-        batches: The first ones, as they came.
+        seen: How many hashes were added, without the last batch.
+        added: How many batches came.
+        order: A hash of all hashes, in order.
+        batches: The hashes of the first batches.
 
     Examples:
         >>> sketch = Sketch(most=2)
@@ -60,12 +60,12 @@ class Sketch:
         self._last: Sequence[int] = ()
 
     def add(self, hashes: Sequence[int]) -> None:
-        """Add what comes next: a batch, or an item."""
+        """Add the hashes of the next batch, or of the next item."""
         self.added += 1
-        self.order = hash((self.order, *hashes))  # of whole numbers, the same in every process
+        self.order = hash((self.order, *hashes))  # a hash of whole numbers is the same in every process
         if self.seen < self._most:
             self.batches.append(hashes)
-        self._counts.update([one for one in self._last if one <= self._largest])  # after a while, few are small enough
+        self._counts.update([one for one in self._last if one <= self._largest])  # soon only a few
         if len(self._counts) >= 2 * self._most:
             kept = nsmallest(self._most, self._counts)
             self._counts, self._largest = Counter({one: self._counts[one] for one in kept}), kept[-1]
@@ -79,16 +79,16 @@ class Sketch:
 
 
 class NotedIndices:
-    """A loader's sampler or batch sampler that notes what it gives. In all else it is as that one.
+    """A wrapper around a loader's sampler or batch sampler that records the yielded indices.
 
     Args:
         wrapped: The sampler.
         gives_batches: Whether each item is a batch of indices.
-        data: Names the data. Indices of other data mean other samples.
+        data: A fingerprint of the data, because indices of other data mean other samples.
 
     Attributes:
-        sketch: What the latest pass was given.
-        epoch: Which epoch the samplers were told that it is over; 0 if they take none.
+        sketch: The indices of the latest pass.
+        epoch: The epoch of the latest pass, as set by ``set_epoch``; 0 if the samplers take no epoch.
     """
 
     def __init__(self, wrapped: Any, *, gives_batches: bool, data: str) -> None:
@@ -121,7 +121,7 @@ class NotedIndices:
 
 
 def common_items(mine: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return how many items two ranks have in common, by the hashes of both.
+    """Return how many items two ranks have in common, by their hashes.
 
     Examples:
         >>> common_items([1, 2, 3, 4], [5, 6, 7, 1])
@@ -131,11 +131,11 @@ def common_items(mine: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def is_more_than_padding(common: int, of: int = 0) -> bool:
-    """Return whether so many items in common are more than padding.
+    """Return whether this many items in common are more than padding.
 
     Args:
-        common: How many are the same.
-        of: How many all are, if these show all of a part: one in 16 may be padding, as of each length of a sampler's.
+        common: How many items are the same.
+        of: How many items are compared, if these are all of a part. One in 16 may be padding.
 
     Examples:
         >>> is_more_than_padding(12), is_more_than_padding(9), is_more_than_padding(26, of=256)
@@ -147,14 +147,13 @@ def is_more_than_padding(common: int, of: int = 0) -> bool:
 def row_hashes(batch: Any, most: int) -> list[int]:
     """Return a hash of 32 bits for each of the first samples in a batch, the same in every process.
 
-    A sample is what a batch has at one place in all of its tensors, arrays and lists of plain values; a single value is
-    one, too. Where texts, or else whole numbers, tell the samples of a batch apart, these alone count: the rest may be
-    augmented. Else tensors count by their bytes. Nothing is known of tensors on accelerators, nor of batches of other
-    objects.
+    A sample is one row of all tensors, arrays and lists of plain values in a batch, or a single value. If texts, or
+    else whole numbers, tell the samples of a batch apart, only these count, because other values may be augmented.
+    Otherwise tensors count by their bytes. Tensors on accelerators and batches of other objects have no hashes.
 
     Args:
-        batch: The batch, as a loader gives it.
-        most: How many samples to look at.
+        batch: The batch, as a loader yields it.
+        most: How many samples to hash.
 
     Examples:
         >>> row_hashes({"x": torch.eye(3), "name": ["a", "b", "c"]}, most=2) == row_hashes([torch.eye(3)], most=2)
@@ -168,7 +167,7 @@ def row_hashes(batch: Any, most: int) -> list[int]:
     columns = [column for column in _columns([_plain(batch)] if is_single else batch) if len(column)]
     if not columns:
         return []
-    # Most of what a batch holds has one value for each sample.
+    # Most columns of a batch have one value for each sample.
     size = Counter(map(len, columns)).most_common(1)[0][0]
     columns = [column for column in columns if len(column) == size]
     names = ([column for column in columns if is_name(column)] for is_name in (_has_texts, _has_whole_numbers))
@@ -197,7 +196,7 @@ def _has_whole_numbers(column: Any) -> bool:
 
 
 def _columns(value: Any) -> Iterator[Any]:
-    """Yield what has one value for each sample."""
+    """Yield the tensors, arrays and lists in a batch, which may have one value for each sample."""
     if isinstance(value, torch.Tensor):
         if value.ndim and value.device.type == "cpu" and value.layout == torch.strided and not value.is_nested:
             yield value

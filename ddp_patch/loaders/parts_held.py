@@ -1,4 +1,4 @@
-"""What says which part of the data an iterable dataset reads: the lists of files, and of numbers, that it holds."""
+"""The lists of files and of numbers in an iterable dataset, which show the part of the data that it reads."""
 
 import os
 import re
@@ -17,19 +17,19 @@ __all__ = ["first_differing", "held_by"]
 
 # How many elements are compared, evenly spread.
 _MOST: Final = 16
-# Attributes whose names have one of these words may hold something else on each rank.
+# Attributes whose names have one of these words may differ between ranks.
 _OWN: Final = ("seed", "rank", "device", "cache")
-# What tempfile calls a folder or file that is one process's alone, and what signs a URL.
+# The names that tempfile gives files and folders of one process, and the query of a URL, which may be a signature.
 _OF_ONE_PROCESS: Final = re.compile(r"\btmp[a-z0-9_]{8}\b|(?<=.)\?.*")
 
 
 def held_by(dataset: Any) -> dict[str, list[Any]]:
-    """Return the lists of texts and of whole numbers that a dataset and what it wraps hold, such as files, by name.
+    """Return the lists of texts and of whole numbers, such as files, in a dataset and the objects that it wraps.
 
-    Of each there is the length, and then a few elements. What its functions have of variables around them counts, too.
-    Those of two ranks differ where each made its dataset for a part of the data. A value by itself may differ rightly:
-    an id, a date, a folder; and so may seeds, ranks, devices and caches. Names that ``tempfile`` makes, and what
-    follows a ``?`` in a URL, don't count.
+    The result has each list's length, and then a few elements. Variables in the closures of functions count, too. The
+    lists of two ranks differ if each rank built its dataset for a part of the data. Single values, such as an id, a
+    date or a folder, may rightly differ, and so may seeds, ranks, devices and caches. Names that ``tempfile`` makes,
+    and the part of a URL after ``?``, don't count.
 
     Examples:
         >>> class Part(torch.utils.data.Dataset):
@@ -58,9 +58,9 @@ def _is_of_stream(part: object) -> bool:
 
 
 def _named(elements: Sequence[Any]) -> list[str | int]:
-    """Return elements as errors show them if these are texts, by as few parts of paths as tell them apart, or numbers.
+    """Return elements for errors, if they are numbers or texts; of paths, as few parts as tell them apart.
 
-    Nothing of others.
+    Return nothing for other elements.
     """
     if {*map(type, elements)} == {int}:
         return list(elements)
@@ -72,7 +72,7 @@ def _named(elements: Sequence[Any]) -> list[str | int]:
 
 
 def first_differing(of_ranks: Mapping[int, Mapping[str, Sequence[Any]]]) -> dict[int, dict[str, object]]:
-    """Return for each rank what it has where the first of the lists differs that ``held_by`` has told on every rank.
+    """Return each rank's values in the first list that differs, of the lists that ``held_by`` found on every rank.
 
     Examples:
         >>> first_differing({0: {"Part.files": [2, "0.tar", "1.tar"]}, 1: {"Part.files": [2, "0.tar", "3.tar"]}})

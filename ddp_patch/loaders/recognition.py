@@ -1,4 +1,4 @@
-"""Recognise what shards a loader already, for which rank of how many."""
+"""Recognise what shards a loader already, and for which rank and number of ranks."""
 
 import logging
 import warnings
@@ -55,10 +55,10 @@ HeldWorld: TypeAlias = tuple[int, int]
 
 
 def world_of(holder: object) -> HeldWorld | None:
-    """Return the rank and the number of ranks that a sampler or dataset was made for, or None if it holds no such.
+    """Return the rank and the number of ranks that a sampler or dataset was made for, or None if it stores none.
 
-    It holds them itself, or in an object that holds such numbers alone, as mosaicml's ``World`` does. A smaller world
-    counts before a larger one, because ranks that replicate each other share the data as one.
+    The numbers are its attributes, or attributes of an object that has only such numbers, as mosaicml's ``World``. Of
+    several worlds, the smallest counts, because ranks that replicate each other share the data as one.
 
     Examples:
         >>> from torch.utils.data import DistributedSampler
@@ -70,7 +70,7 @@ def world_of(holder: object) -> HeldWorld | None:
     kept = stored(holder)
     if splits_by_node(kept):
         return webdataset_world()
-    if isinstance(holder, DistributedSampler):  # torch documents these, and ours compute them
+    if isinstance(holder, DistributedSampler):  # documented; this package's samplers compute them
         kept |= {name: getattr(holder, name, None) for name in WORLD_NAMES[0]}
     inner = [stored(value) for name, value in kept.items() if name in READERS or _is_world(value)]
     places = product((kept, *inner), ("", "_"), WORLD_NAMES)
@@ -80,7 +80,7 @@ def world_of(holder: object) -> HeldWorld | None:
 
 
 def _is_world(value: object) -> bool:
-    """Return whether it holds numbers of a world alone, and is neither a dataset nor a sampler: those are asked."""
+    """Return whether an object has only the numbers of a world; datasets and samplers are checked by themselves."""
     inner = stored(value)
     gives = any(hasattr(type(value), name) for name in ("__iter__", "__getitem__", "__len__"))
     is_named = inner and all(any(word in name for word in WORLD_WORDS) for name in inner)
@@ -95,14 +95,14 @@ logger: logging.Logger = logging.getLogger("ddp_patch")
 
 
 def is_loader(value: object) -> bool:
-    """Return whether it is a DataLoader, or a framework's wrapper around one that has the same attributes."""
+    """Return whether a value is a DataLoader, or a framework's wrapper around a loader with the same attributes."""
     return isinstance(value, DataLoader) or all(
         hasattr(value, name) for name in ("dataset", "sampler", "batch_sampler")
     )
 
 
 def require_loader(operation: str, loader: object, wrappers: bool = True) -> None:
-    """Raise NotALoaderError unless it is a loader, or, where ``wrappers`` will do, a framework's wrapper around one."""
+    """Raise NotALoaderError unless ``loader`` is a loader, or, if ``wrappers``, a framework's wrapper around one."""
     if is_loader(loader) if wrappers else isinstance(loader, DataLoader):
         return
     name = type(loader).__name__
@@ -123,7 +123,7 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
 
 
 def or_inside(wrapper: object) -> str:
-    """Return how to patch the loader inside a wrapper, which may run an iterator of it: it would stay unsharded."""
+    """Return how to patch the loader inside a wrapper, or that the wrapper's running iterator would stay unsharded."""
     line, name = line_for_inner("patch_dataloader_to_ddp", wrapper), type(wrapper).__name__
     running = next(
         (place for place, value in stored(wrapper).items() if any(map(_has_begun, first_parts(value)))), None
@@ -134,13 +134,13 @@ def or_inside(wrapper: object) -> str:
 
 
 def _has_begun(part: object) -> bool:
-    """Return whether it is an iterator, or keeps one, as a prefetcher does."""
+    """Return whether an object is an iterator, or stores an iterator, as a prefetcher does."""
     kept = () if is_loader(part) or isinstance(part, Dataset) else stored(part).values()
     return any(isinstance(value, Iterator) for value in (part, *kept))
 
 
 def line_for_inner(operation: str, wrapper: object) -> str | None:
-    """Return the line of code that passes the loader inside a wrapper to an operation; None if there is none."""
+    """Return the line of code that passes the loader inside a wrapper to an operation; None if there is no loader."""
     inner, place = wrapper, "outer"
     while (found := held_loaders(inner)) is not None:
         several = getattr(inner, LISTED_LOADERS, None)
@@ -158,16 +158,16 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
 
 
 def sharded_by(loader: DataLoader[Any]) -> object | None:
-    """Return what shards the loader already (one of its samplers, its dataset or itself), or None."""
+    """Return the object that shards the loader already (a sampler, a dataset or the loader itself), or None."""
     holders = chain(samplers_within(iterated_by(loader)), _in_dataset(loader.dataset))
     found = next(filter(shards_itself, holders), None)
-    # Numbers in a loader prove nothing: it draws from its sampler, which would have them too.
+    # A rank in a loader proves nothing: the loader draws from its sampler, which would have the rank, too.
     counts = _says(loader) or (_says(loader) is None and shards_in_accelerate(type(loader)))
     return loader if found is None and counts else found
 
 
 def _in_dataset(dataset: object) -> Iterator[object]:
-    """Yield what may shard a dataset: it, those in it, and the samplers that iterable ones draw from."""
+    """Yield the objects that may shard a dataset: itself, the datasets in it, and the samplers of iterable datasets."""
     for nested in nested_datasets(dataset):
         yield nested
         if isinstance(nested, IterableDataset):
@@ -178,9 +178,9 @@ def _in_dataset(dataset: object) -> Iterator[object]:
 def shards_itself(holder: object) -> bool:
     """Return whether a sampler or dataset shards by itself.
 
-    It does if it says ``is_ddp_aware = True``, and does not if it says False. If it says nothing, whatever was made for
-    one rank of several does, and nothing that was made for one of one. If it tells no world, these do: a
-    ``DistributedSampler``, what accelerate shards with, a Hugging Face stream that was split by node.
+    The attribute ``is_ddp_aware`` decides, if it is True or False. Otherwise the object shards if it stores a rank and
+    a number of ranks of at least 2. If it stores none, a ``DistributedSampler``, accelerate's sharding classes, and a
+    Hugging Face stream that was split by node count as sharding.
     """
     if (said := _says(holder)) is not None:
         return said
@@ -189,34 +189,35 @@ def shards_itself(holder: object) -> bool:
 
 
 def _says(holder: object) -> bool | None:
-    """Return what it says itself; None if it says nothing."""
+    """Return the attribute ``is_ddp_aware`` of an object; None if it is not set."""
     said = getattr(holder, "is_ddp_aware", None)
     return said if isinstance(said, bool) else None
 
 
 def _is_known(holder: object) -> bool:
-    """Return whether it is of a kind that shards, as far as it was made for several ranks."""
+    """Return whether an object is of a type that shards if there are several ranks."""
     return isinstance(holder, DistributedSampler) or shards_in_accelerate(type(holder)) or is_split_by_node(holder)
 
 
 def says_ranks_differ(dataset: object) -> bool:
-    """Return whether a dataset says, by ``is_ddp_aware = False``, that its ranks may differ, and do not shard."""
+    """Return whether a dataset says, by ``is_ddp_aware = False``, that ranks may differ without sharding."""
     return any(_says(part) is False for part in nested_datasets(dataset))
 
 
 def may_ask_rank(dataset: object) -> bool:
-    """Return whether a dataset may ask for its rank and not shard by it: webdataset asks for its worker so, too."""
+    """Return whether a dataset may read its rank without sharding by it, as webdataset does to find its worker."""
     is_webs = any(type(part).__module__.startswith("webdataset.") for part in nested_datasets(dataset))
     return is_webs or says_ranks_differ(dataset)
 
 
 def tell_if_assumed(holder: object) -> None:
-    """Report that it counts as sharded only because it stores a rank and a number of ranks.
+    """Report an object that counts as sharded only because it stores a rank and a number of ranks.
 
-    For a map-style dataset it is a warning: its sampler chooses what is read, so it may store them for another reason.
+    For a map-style dataset the report is a warning: the sampler chooses what is read, so the dataset may store a rank
+    for another reason.
 
     Args:
-        holder: What counts as sharded.
+        holder: The sampler or dataset that counts as sharded.
     """
     if _says(holder) is not None or _is_known(holder) or (world := world_of(holder)) is None:
         return
@@ -226,7 +227,7 @@ def tell_if_assumed(holder: object) -> None:
         "if it shards."
     )
     if isinstance(holder, Dataset) and not isinstance(holder, IterableDataset):
-        warnings.warn(text, AssumedShardedWarning, stacklevel=4)  # the line that patches
+        warnings.warn(text, AssumedShardedWarning, stacklevel=4)  # the line that calls the patch
     else:
         logger.info(text)
 
@@ -237,26 +238,26 @@ def samplers_within(sampler: object) -> Iterator[object]:
 
 
 def nested_datasets(dataset: object) -> Iterator[object]:
-    """Yield a dataset and those in it, also in lists, as in ``Subset`` and ``ConcatDataset``."""
+    """Yield a dataset and the datasets in it, also in lists, as in ``Subset`` and ``ConcatDataset``."""
     return walk(dataset, partial(held, is_wanted=lambda part: isinstance(part, Dataset)))
 
 
 def streams_in(dataset: object) -> Iterator[tuple[object, str]]:
-    """Yield each map-style dataset that may give items in its own order, and the attribute that does.
+    """Yield each map-style dataset that may return items in its own order, and the attribute that yields them.
 
-    That is an iterable dataset, a loader or an iterator; it is empty of a dataset that ignores its index without such.
-    None does if what gives the items shards itself.
+    The attribute is an iterable dataset, a loader or an iterator; or empty for a dataset that ignores its index.
+    Nothing is yielded if the dataset shards itself.
     """
     parts = [] if any(map(shards_itself, _in_dataset(dataset))) else [*nested_datasets(dataset)]
     for part in parts:
-        # An iterable dataset first: the remedy is to give the loader that one.
+        # An iterable dataset first: the remedy is a loader over it.
         for kind in () if isinstance(part, IterableDataset) else (IterableDataset, DataLoader, Iterator):
             yield from ((part, name) for name, value in stored(part).items() if isinstance(value, kind))
     yield from ((part, "") for part in parts if ignores_index(type(part)))
 
 
 def ignores_index(kind: type) -> bool:
-    """Return whether no instruction of a class's ``__getitem__`` names its index.
+    """Return whether a class's ``__getitem__`` never uses its index.
 
     Examples:
         >>> class Limited(Dataset):
@@ -278,7 +279,7 @@ def ignores_index(kind: type) -> bool:
 def ignores_samplers(kind: type) -> bool:
     """Return whether the ``__iter__`` of a loader's class reads its dataset, and names no sampler.
 
-    Nothing is known of one that hands its loader on to other code.
+    Return False if the method passes the loader on to other code.
 
     Examples:
         >>> class Fast(DataLoader):
@@ -297,7 +298,7 @@ def ignores_samplers(kind: type) -> bool:
 def _hands_on(names: Set[str], code: CodeType) -> bool:
     """Return whether code uses an object of one of these names for more than its attributes."""
     for step, later in pairwise(get_instructions(code)):
-        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two at once, as of Python 3.13
+        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # Python 3.13 loads two at once
         if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and not names.isdisjoint(loaded):
             is_attribute = loaded[-1] in names and later.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"))
             if not is_attribute or not names.isdisjoint(loaded[:-1]):
@@ -311,7 +312,7 @@ def _is_sampler(value: object) -> bool:
 
 @contextmanager
 def error_context(place: str) -> Iterator[None]:
-    """Make errors name the loader that they are about; ``place`` is empty for a single one."""
+    """While entered, put the loader's place before the text of errors; ``place`` is empty for a single loader."""
     try:
         yield
     except DDPPatchError as error:

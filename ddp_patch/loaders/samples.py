@@ -1,4 +1,4 @@
-"""What can be learnt of samplers and datasets by looking: nested ones, epochs, lengths, what a copy gives."""
+"""Read nested samplers, epochs and lengths of samplers and datasets, and draw from copies of samplers."""
 
 import copy
 import logging
@@ -35,7 +35,7 @@ V = TypeVar("V")
 
 
 def iterated_by(loader: Any) -> Any:
-    """Return what a loader iterates: its batch sampler, or its sampler if it has none.
+    """Return the batch sampler that a loader iterates, or its sampler if it has no batch sampler.
 
     Beside a batch sampler of the user's, ``loader.sampler`` is a default that torch never draws from.
     """
@@ -43,12 +43,12 @@ def iterated_by(loader: Any) -> Any:
 
 
 def nested_samplers(sampler: object) -> Iterator[object]:
-    """Yield a sampler and all that it holds as ``.sampler`` or ``.batch_sampler``, from the outside in."""
+    """Yield a sampler and all samplers in its ``.sampler`` or ``.batch_sampler``, from the outside in."""
     return walk(sampler, inner_samplers)
 
 
 def inner_samplers(sampler: object) -> list[Any]:
-    """Return what a sampler holds as ``.batch_sampler`` and ``.sampler``, or what a wrapper of this package wraps."""
+    """Return a sampler's ``.batch_sampler`` and ``.sampler``, or the sampler in a wrapper of this package."""
     if (wrapped := getattr(sampler, "_wrapped_sampler", None)) is not None:
         return [wrapped]
     return [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
@@ -60,9 +60,10 @@ def deep_copy(value: V, sharing: Iterable[object]) -> V:
 
 
 def _epoch_holders(sampler: object) -> Iterator[Any]:
-    """Yield those of the nested samplers that have a ``set_epoch``, down to one that goes through epochs by itself.
+    """Yield the nested samplers with a ``set_epoch``, down to a sampler that goes through epochs by itself.
 
-    Such a sampler says ``sets_nested_epochs = True``: the epochs of the samplers in it are not the user's choice.
+    A sampler with ``sets_nested_epochs = True`` goes through epochs by itself: it chooses the epochs of the samplers in
+    it.
     """
     for nested in nested_samplers(sampler):
         if callable(getattr(nested, "set_epoch", None)):
@@ -72,28 +73,28 @@ def _epoch_holders(sampler: object) -> Iterator[Any]:
 
 
 def tell_epoch(sampler: object, epoch: int) -> None:
-    """Make ``epoch`` the next one of a sampler and of all that it holds."""
+    """Call ``set_epoch`` of a sampler and of all samplers in it."""
     for holder in _epoch_holders(sampler):
         holder.set_epoch(epoch)
 
 
 def epochs_in(sampler: object) -> list[int]:
-    """Return the epochs of a sampler and of all that it holds, by their attribute ``epoch``."""
+    """Return the epochs of a sampler and of all samplers in it, by their attribute ``epoch``."""
     found = (getattr(holder, "epoch", None) for holder in _epoch_holders(sampler))
     return [epoch for epoch in found if isinstance(epoch, int)]
 
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
-# How many items of an iterator are drawn twice to see whether it starts again. A prime: streams hardly repeat with such
-# a period.
+# How many items of an iterator are drawn twice to check whether it starts again. A prime: streams seldom have such a
+# period.
 _TRIED = 17
 
 
 def length_of(source: Any, samplers: Iterable[object]) -> int | None:
-    """Return the length of a sampler or dataset, as it says; None if it does not say."""
+    """Return ``len()`` of a sampler or dataset; None if it has no length."""
     try:
-        # Some samplers draw to compute it.
+        # Some samplers draw to compute their length.
         with look(random_generators(samplers), seed=0):
             return len(source)
     except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
@@ -101,29 +102,29 @@ def length_of(source: Any, samplers: Iterable[object]) -> int | None:
 
 
 def steps_of(loader: DataLoader[Any]) -> int | None:
-    """Return how many batches a loader says that it has; None if it does not say."""
+    """Return ``len()`` of a loader, its number of batches; None if it has no length."""
     with length_not_noted(loader):
         return length_of(loader, ())
 
 
 def or_unknown(length: int | None) -> int | str:
-    """Return a length as ranks compare it and states keep it."""
+    """Return a length in the form that ranks compare and states store."""
     return "unknown" if length is None else length
 
 
 @contextmanager
 def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
-    """Give a copy to draw from, which draws what the sampler would draw next; the original's generators stay put.
+    """Yield a copy that draws what the sampler would draw next, without moving the sampler's generators.
 
-    It shares the dataset, other datasets, modules and loaders with the original.
+    The copy shares the dataset, other datasets, modules and loaders with the sampler.
 
     Raises:
-        TypeError: It has no copy.
+        TypeError: The sampler cannot be copied.
     """
     shared = [dataset]
     for nested in nested_samplers(sampler):
         shared += held(nested, lambda part: isinstance(part, Dataset | nn.Module | DataLoader))
-    with look(random_generators(nested_samplers(sampler))):  # a copy may share with it what cannot be copied
+    with look(random_generators(nested_samplers(sampler))):  # the copy may share generators that cannot be copied
         copied = deep_copy(sampler, shared)
         if copied is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
             raise TypeError("its copy is the sampler itself")
@@ -131,11 +132,11 @@ def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
 
 
 def is_one_shot(sampler: object, dataset: object) -> bool:
-    """Return whether a sampler is an iterator that gives its items once, as a generator does.
+    """Return whether a sampler is an iterator that yields its items only once, as a generator does.
 
-    An iterator's own ``__iter__`` may start again, as lhotse's samplers do. A copy shows it: begun twice, it gives the
-    same items twice. Where that cannot be seen, the iterator counts as one-shot. torch's ``BatchSampler`` counts
-    as what it makes batches of.
+    An iterator's own ``__iter__`` may start again, as lhotse's samplers do. To find out, a copy is begun twice and must
+    yield the same items twice. An iterator without a copy counts as one-shot. torch's ``BatchSampler`` counts as the
+    sampler in it.
     """
     if is_torch_batch_sampler(type(sampler)):
         return is_one_shot(cast(Any, sampler).sampler, dataset)
@@ -148,12 +149,12 @@ def is_one_shot(sampler: object, dataset: object) -> bool:
             with look(random_generators(nested_samplers(tried))):
                 first = _first_items(tried)
             return not first or first != _first_items(tried)
-    except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
+    except Exception as error:  # noqa: BLE001 - the user's code, in a check that is not essential
         logger.info("%s counts as one-shot: a copy of it raised %r", type(sampler).__name__, error)
         return True
 
 
 def _first_items(sampler: Any) -> list[bytes]:
-    """Begin a sampler, and return its first items, pickled: they may be of any class."""
+    """Begin a sampler, and return its first items, pickled, because they may be of any class."""
     with look(seed=0):
         return [pickle.dumps(copy_item(item)) for item in islice(start_iterating(sampler), _TRIED)]
