@@ -1,6 +1,7 @@
-"""Gather outputs in the order of the unpatched loader: what a rank sends of its own, and what all ranks' come to.
+"""Gather outputs in the order of the unpatched loader: what a rank sends, and how all ranks' rows are put together.
 
-First a header says what a rank has; then come the keys of its rows, which say where these go, and a pickle of them.
+Each rank sends a header that describes its data, then the keys of its rows, which give the rows' positions, and the
+pickled rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,28 +36,29 @@ def gather_in_order(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
 
     Call it on every rank after a whole pass over the loader. The result is what one process would have: metrics
     computed from it equal those of one process. Samples that ``uneven="drop"`` or ``drop_last=True`` left out are not
-    in it. Besides the result, it needs copies of this rank's outputs, and all ranks' once more.
+    in it. The call needs memory for the result, for copies of this rank's outputs, and for all ranks' outputs once
+    more.
 
     Args:
         outputs: This rank's outputs of the pass, in its own order, padding included. Each tensor, array or list has one
-            row (a list: one element) per sample. It may also be a list with one entry per batch, as collected in the
-            loop; the result is then such a list, too, with the batches of the unpatched loader. Dicts, tuples and
-            dataclasses may hold these, and None. A rank that got nothing may pass None.
-        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where the outputs
-            come back unchanged.
+            row (a list: one element) per sample. Outputs may also be a list with one entry per batch, as collected in
+            the loop; the result is then a list of the unpatched loader's batches. Dicts, tuples and dataclasses may
+            hold these outputs, and None. A rank that got no batch may pass None.
+        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched loader in a single process, where the outputs
+            are returned unchanged.
 
     Returns:
-        The same structure, with tensors on the device of this rank's own; where it has none, on its current one of the
-        other ranks' kind.
+        The same structure, with tensors on the device of this rank's tensors. If this rank has none, they are on its
+        current device of the type that the other ranks use.
 
     Raises:
-        OutputsError: A rank is in the middle of a pass, passes another number of rows than it got samples, or another
-            structure than the others; raised on every rank.
+        OutputsError: A rank is in the middle of a pass, passes a number of rows that is not its number of samples, or a
+            structure that is not the other ranks'. Every rank raises this error.
         MissingRanksError: A rank did not arrive in time.
-        RankMismatchError: A rank failed while they gathered.
+        RankMismatchError: A rank failed while the ranks gathered.
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
-        UnsupportedLoaderError: It is unknown which samples each rank got, or ``cost=`` or ``layout=`` has changed their
+        UnsupportedLoaderError: The samples of each rank are unknown, or ``cost=`` or ``layout=`` has changed their
             order.
 
     Examples:
@@ -71,31 +73,31 @@ def gather_in_order(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
 
 
 def gather_step(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
-    """Return all ranks' outputs of the step that the loop is in, in the stream's order and without padding.
+    """Return all ranks' outputs of the loop's present step, in the stream's order and without padding.
 
     Call it on every rank in every step that is gathered, inside the loop over the loader, as accelerate's
-    ``gather_for_metrics``. What all steps return together is each sample once. The ranks communicate in each step:
-    where the outputs fit into memory, ``gather_in_order`` after the loop is faster, and its order is that of one
-    process. With ``cost=``, the rows of a step are in an order of its own.
+    ``gather_for_metrics``. All steps together return each sample once. The ranks communicate in each step: if the
+    outputs fit into memory, ``gather_in_order`` after the loop is faster, and has the order of one process. With
+    ``cost=``, the rows of a step are in another order.
 
     Args:
-        outputs: This rank's outputs for the batch that the loop has, with one row per sample, padding included, as in
+        outputs: This rank's outputs for the present batch, with one row per sample, padding included, as in
             ``gather_in_order``.
-        loader: The loader that is iterated, or an unpatched one in a single process, where the outputs come back
+        loader: The loader that is iterated, or an unpatched loader in a single process, where the outputs are returned
             unchanged.
 
     Returns:
         The same structure, as in ``gather_in_order``.
 
     Raises:
-        OutputsError: The ranks are in different steps, a rank passes another number of rows than its batch has samples
-            or another structure than the others, or some ranks may have a step less (``uneven="keep"``); raised on
-            every rank.
-        MissingRanksError: A rank did not arrive in time, such as one that has left the loop.
-        RankMismatchError: A rank failed while they gathered.
+        OutputsError: The ranks are in different steps; a rank passes a number of rows that is not its batch's number of
+            samples, or a structure that is not the other ranks'; or some ranks may have a step less
+            (``uneven="keep"``). Every rank raises this error.
+        MissingRanksError: A rank did not arrive in time, perhaps because it has left the loop.
+        RankMismatchError: A rank failed while the ranks gathered.
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
-        UnsupportedLoaderError: It is unknown which samples a batch holds.
+        UnsupportedLoaderError: The samples of a batch are unknown.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -115,7 +117,7 @@ def is_in_a_step(loader: DataLoader[Any]) -> bool:
 
 
 def gather_this_step(outputs: Outputs, loader: DataLoader[Any], step: int) -> Outputs:
-    """Return all ranks' outputs of a step, from 0, where something between the loader and the loop fetches ahead.
+    """Return all ranks' outputs of step ``step``, from 0, if something between the loader and the loop prefetches.
 
     See ``gather_step``.
     """
@@ -123,7 +125,7 @@ def gather_this_step(outputs: Outputs, loader: DataLoader[Any], step: int) -> Ou
 
 
 def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], step: int | None = None) -> Any:
-    """Compare the outputs with the other ranks', and return all ranks'; see ``gather_in_order``."""
+    """Compare the outputs with the other ranks' outputs, and return all of them; see ``gather_in_order``."""
     if (facts := shared_facts(operation, loader)) is None:
         return outputs
     agreed = passes_of(facts).agreed
@@ -155,7 +157,7 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], step: int |
 
 @contextmanager
 def _kept_group(ranks: Sequence[int], timeout: float) -> Iterator[Group]:
-    """Yield the group in which these ranks gather. If this rank fails alone, tell the others: all raise our errors."""
+    """Yield the group in which these ranks gather. If this rank fails alone, the other ranks raise an error, too."""
     kept = kept_groups(ranks, "rows")
     group = kept[0] if kept else made_group(ranks, "rows", GATHERING, timeout)
     try:
@@ -171,22 +173,22 @@ def _kept_group(ranks: Sequence[int], timeout: float) -> Iterator[Group]:
 
 
 def are_alike(headers: Array) -> bool:
-    """Return whether all ranks call the same, and those that got something read alike."""
+    """Return whether all ranks make the same call, and all ranks with rows have the same form."""
     calls, forms, *_ = headers.T
     return bool(calls.all()) and len({*calls.tolist()}) == 1 and len({*forms.tolist()} - {0}) <= 1
 
 
 class OwnOutputs:
-    """A rank's own outputs, and what it sends of them. Whatever is wrong is kept to be said, so that all ranks raise.
+    """A rank's own outputs, and the data that it sends. A problem is reported, so that all ranks raise an error.
 
     Args:
         outputs: What the user passed.
-        share_of: Returns what this rank got.
+        share_of: Returns this rank's share.
 
     Attributes:
-        header: Numbers that all others learn first. Of the call: 0 if something is wrong. Of the form: 0 if this rank
-            got nothing. How many rows there are, and how many bytes of data.
-        data: The keys of the rows, and their pickle, with one of their form for a rank that got nothing.
+        header: Four numbers that are sent first: a hash of the call, 0 if there is a problem; a hash of the form, 0 if
+            this rank has no rows; the number of rows; and the number of bytes of data.
+        data: The keys of the rows, the pickled rows, and the pickled form, for a rank that has no rows.
     """
 
     def __init__(self, outputs: Any, share_of: Callable[[], RankShare]) -> None:
@@ -198,16 +200,16 @@ class OwnOutputs:
             self._share = share_of()
             self._readings = read(outputs, self._share)
             self._make_ready()
-        except Exception as error:  # noqa: BLE001 - of the user's objects, too; all ranks get the error
+        except Exception as error:  # noqa: BLE001 - the user's objects may raise anything; all ranks get the error
             self._problem = f"{error}" if type(error) is Misfit else f"met {type(error).__name__}: {message_of(error)}"
 
     def said(self) -> dict[str, Any]:
-        """Return what the others may hear, as plain values: for each leaf what it is, if there are rows."""
+        """Return this rank's report to the other ranks: its call, its problem, and the form of each leaf."""
         forms = {path: reading.text for path, reading in self._readings.items()}
         return {"at": "" if self._problem else self._share.at, "problem": self._problem, "forms": forms}
 
     def _make_ready(self) -> None:
-        """Make ready what is sent."""
+        """Set ``header`` and ``data``."""
         keys, readings = self._share.keys, self._readings
         nest = mapped(self._given, lambda _, leaf: leaf[:0]) if readings else None
         form = nest, {path: reading.without_rows() for path, reading in readings.items()}
@@ -221,7 +223,7 @@ class OwnOutputs:
         """Return all ranks' rows, put together.
 
         Args:
-            headers: All ranks'.
+            headers: All ranks' headers.
             came: All ranks' data.
         """
         got = [(data, 8 * rows) for data, (_, form, rows, _) in zip(came, headers.tolist(), strict=True) if form]
@@ -259,7 +261,7 @@ def _columns(readings: Mapping[str, Reading]) -> dict[str, Leaf]:
 
 
 def _sent(leaf: Leaf) -> Leaf:
-    """Return what is pickled of a leaf: where rows have a fixed number of bytes, a matrix of these."""
+    """Return the form in which a leaf is pickled: a matrix of bytes, if rows have a fixed number of bytes."""
     if (width := row_bytes(leaf)) is None:
         return leaf
     data = bytes_of(leaf).numpy() if isinstance(leaf, torch.Tensor) else np.ascontiguousarray(leaf).reshape(-1)
@@ -267,7 +269,7 @@ def _sent(leaf: Leaf) -> Leaf:
 
 
 def _as_leaf(matrix: Array, form: Leaf) -> Leaf:
-    """Return the tensor or array that has these bytes."""
+    """Return the tensor or array of a matrix of bytes."""
     data, shape = matrix.reshape(-1), (len(matrix), *cast(Array, form).shape[1:])
     if isinstance(form, torch.Tensor):
         return torch.from_numpy(data).view(form.dtype).reshape(shape).to(form.device)

@@ -1,4 +1,4 @@
-"""Outputs as users make them, nests of tensors, arrays and lists: how a rank reads its own, and how all read theirs."""
+"""Outputs in nests of tensors, arrays and lists: how a rank reads its own, and how the ranks compare theirs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ Leaf: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | list[Any]
 
 
 def _at(path: str) -> str:
-    """Return how a message says where a leaf stands; nothing where the outputs are that leaf."""
+    """Return the position of a leaf for a message; empty if the outputs are the leaf itself."""
     return path and f" at {path}"
 
 
@@ -28,8 +28,8 @@ def mapped(nest: Any, leaf_of: Callable[[str, Any], Any], path: str = "") -> Any
 
     Args:
         nest: The nest.
-        leaf_of: Returns what stands for a leaf, of its path and the leaf.
-        path: Where the nest stands.
+        leaf_of: Returns the new leaf for a path and a leaf.
+        path: The path to the nest.
 
     Examples:
         >>> mapped({"logits": ([1], None, [2])}, lambda path, leaf: path)
@@ -40,7 +40,7 @@ def mapped(nest: Any, leaf_of: Callable[[str, Any], Any], path: str = "") -> Any
         parts = {name: mapped(getattr(nest, name), leaf_of, f"{path}.{name}") for name in names}
         made = type(nest)(**{name: part for name, part in parts.items() if names[name]})
         for name, part in parts.items():
-            object.__setattr__(made, name, part)  # a __post_init__ may have changed it
+            object.__setattr__(made, name, part)  # a __post_init__ may have changed the field
         return made
     if isinstance(nest, dict):
         if len({*map(repr, nest)}) < len(nest):
@@ -54,21 +54,21 @@ def mapped(nest: Any, leaf_of: Callable[[str, Any], Any], path: str = "") -> Any
 
 
 def _leaves_of(nest: Any, path: str = "") -> dict[str, Any]:
-    """Return all leaves of a nest that can be built again, by path."""
+    """Return all leaves of a nest by path; raise Misfit if the nest cannot be rebuilt."""
     found: dict[str, Any] = {}
     mapped(nest, found.setdefault, path)
     return found
 
 
 def row_bytes(leaf: Leaf) -> int | None:
-    """Return how many bytes each row of a leaf has; None where they differ, so that rows are pickled."""
+    """Return how many bytes each row of a leaf has; None if rows differ, so that rows are pickled."""
     if isinstance(leaf, list) or (isinstance(leaf, np.ndarray) and (leaf.dtype.hasobject or leaf.dtype.kind in "US")):
         return None
     return int(leaf.dtype.itemsize) * math.prod(leaf.shape[1:])
 
 
 def _text_of(leaf: Leaf) -> str:
-    """Describe a leaf, but for how many rows it has."""
+    """Describe a leaf without its number of rows."""
     if isinstance(leaf, list):
         return "list"
     shape = ", ".join(["n", *map(str, leaf.shape[1:])])
@@ -78,7 +78,7 @@ def _text_of(leaf: Leaf) -> str:
 
 
 def _why_no_rows(leaf: Any) -> str:
-    """Return what a leaf is that has no rows to send, or an empty string."""
+    """Describe a leaf that has no rows to send; return an empty text for any other leaf."""
     if isinstance(leaf, list):
         return ""
     if not isinstance(leaf, torch.Tensor | np.ndarray):
@@ -92,7 +92,7 @@ def _why_no_rows(leaf: Any) -> str:
 
 
 def joined(leaves: Sequence[Any]) -> Any:
-    """Return the rows of several leaves of one form as one leaf, on the first one's device."""
+    """Return the rows of several leaves of the same form as one leaf, on the first leaf's device."""
     first, *others = leaves
     if not others:
         return first
@@ -107,7 +107,7 @@ def _cut(leaf: Leaf, sizes: Sequence[int]) -> list[Leaf]:
 
 
 def _taken(leaf: Leaf, share: RankShare) -> Leaf:
-    """Return the rows that are not padding; a view where these come first."""
+    """Return the rows that are not padding; a view if these rows come first."""
     real = share.real.tolist()
     if real == list(range(len(real))):
         return leaf[: len(real)]
@@ -119,9 +119,9 @@ class Reading:
     """How a tensor, an array or a list of the outputs is read.
 
     Attributes:
-        text: What it is, but for how many rows it has: the same on all ranks that read alike.
-        columns: Rows that are not padding, by path.
-        entry: What an entry of a list of batches is without its rows; each leaf of it has a column. None if it is none.
+        text: The leaf's form without its number of rows: the same on all ranks that read alike.
+        columns: The rows that are not padding, by path.
+        entry: For a list of batches, an entry without rows, whose leaves each have a column; else None.
     """
 
     text: str
@@ -129,11 +129,11 @@ class Reading:
     entry: Any = None
 
     def without_rows(self) -> "Reading":
-        """Return the same way to read, for a rank that got nothing."""
+        """Return the reading without rows, for a rank that has none."""
         return replace(self, columns={path: rows[:0] for path, rows in self.columns.items()})
 
     def leaf(self, rows: Mapping[str, Leaf], path: str, batch_sizes: Callable[[], Sequence[int]]) -> Any:
-        """Return the leaf that has these rows. The batches of all ranks have these sizes."""
+        """Return the leaf of all ranks' rows, which ``batch_sizes`` cuts into batches."""
         if self.entry is None:
             return rows[path]
         sizes = batch_sizes()
@@ -142,7 +142,7 @@ class Reading:
 
 
 def read(outputs: Any, share: RankShare) -> dict[str, Reading]:
-    """Return how each leaf of a rank's outputs is read, by path. A rank that got nothing has no rows to read.
+    """Return how each leaf of a rank's outputs is read, by path; an empty dict if the rank has no rows.
 
     Raises:
         Misfit: The outputs cannot be read as those of the rank.
@@ -156,7 +156,7 @@ def read(outputs: Any, share: RankShare) -> dict[str, Reading]:
 
 
 def _read_leaf(leaf: Any, path: str, share: RankShare) -> Reading:
-    """Read a leaf: a list that fits as one entry per batch is that, and everything else has rows."""
+    """Read a leaf: as one entry per batch, if it is a list that fits; else as rows."""
     if why := _why_no_rows(leaf):
         raise Misfit(f"passed {why}{_at(path)}")
     if share.takes_lists and isinstance(leaf, list) and len(leaf) == len(share.sizes) > 0:
@@ -191,14 +191,14 @@ _WHEN = {"gather_in_order": "after the loop over the loader", "gather_step": "in
 
 
 def judge_outputs(operation: str, records: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise unless the ranks' outputs fit.
+    """Raise an error unless the ranks' outputs fit together.
 
     Args:
         operation: What the user called.
-        records: What each rank that gathers says; see ``OwnOutputs.said``.
+        records: The report of each rank; see ``OwnOutputs.said``.
 
     Raises:
-        OutputsError: The outputs are not those of the same pass or step, or differ in form.
+        OutputsError: The outputs are of different passes or steps, or differ in form.
     """
     if problems := {rank: said["problem"] for rank, said in records.items() if said["problem"]}:
         raise _refusal(operation, problems)
@@ -213,7 +213,7 @@ def judge_outputs(operation: str, records: Mapping[int, Mapping[str, Any]]) -> N
 
 
 def _refusal(operation: str, problems: Mapping[int, str]) -> OutputsError:
-    """Return an error with a line for each thing that is told of some ranks."""
+    """Return an error with a line for each problem and its ranks."""
     listed = "\n".join(f"  {ranks_text(ranks)} {what}" for what, ranks in by_value(problems).items())
     return OutputsError(
         f"{GATHERING}: the ranks' outputs do not fit.\n{listed}\nCall {operation}() on every rank {_WHEN[operation]}, "

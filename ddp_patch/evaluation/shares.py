@@ -1,4 +1,4 @@
-"""What a rank got in a pass or in a step, as its schedule says: how many rows, which are padding, where each goes."""
+"""A rank's share of a pass or a step, from its schedule: how many rows, which are padding, where each row goes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,27 +18,28 @@ __all__ = ["Array", "Misfit", "RankShare", "places_of", "share_of_pass", "share_
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-# More than a batch has: where whole batches are shared, a key counts so many for each batch before.
+# More rows than a batch has. Where whole batches are shared, a row's key is its batch's number times this, plus its
+# row.
 _ROWS_OF_A_BATCH = 2**24
 
 
-class Misfit(Exception):  # noqa: N818 - it says what the outputs do not fit, and is no error to users
-    """Says why outputs cannot be those of a rank."""
+class Misfit(Exception):  # noqa: N818 - no error that users see
+    """Raised with the reason why outputs cannot be a rank's."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What a rank got. A row is of a sample.
+    """A rank's share of a pass or a step. Each sample has a row.
 
     Attributes:
-        at: What was called, and for which pass or step.
-        keys: The keys of the rows that are not padding: sorted by them, all ranks' are in the stream's order. Where
-            whole batches are shared, they also say whose batch it is.
+        at: The call, and its pass or step, in words.
+        keys: The keys of the rows that are not padding. Sorted by key, all ranks' rows are in the stream's order. Where
+            whole batches are shared, a key also has the batch's number.
         real: Which rows are not padding.
         sizes: How many samples each batch has, padding included.
         is_whole: Whether whole batches are shared.
         takes_lists: Whether outputs may be a list with one entry per batch.
-        sample: What a sample is called.
+        sample: The word for a sample in errors.
         schedule: The batches of the pass.
     """
 
@@ -53,11 +54,11 @@ class RankShare:
 
     @property
     def samples(self) -> int:
-        """How many samples there are, padding included."""
+        """How many samples the share has, padding included."""
         return int(self.sizes.sum())
 
     def expected(self) -> str:
-        """Say how many rows the outputs may have."""
+        """Return in words how many rows the outputs may have."""
         if not len(self.sizes):
             return "none, since this rank got no batch"
         return f"{self.samples}, one per {self.sample}" + ", or a list with one entry per batch" * self.takes_lists
@@ -74,10 +75,10 @@ class RankShare:
 
 
 def share_of_pass(facts: LoaderFacts[Any]) -> RankShare:
-    """Return what this rank got in the latest pass over a patched loader.
+    """Return this rank's share of the latest pass over a patched loader.
 
     Raises:
-        Misfit: There is none, or it is not over.
+        Misfit: There is no pass, or it is not over.
     """
     current, at = _latest_pass("gather_in_order", facts)
     schedule = current.whole_schedule(facts.batching)
@@ -87,14 +88,14 @@ def share_of_pass(facts: LoaderFacts[Any]) -> RankShare:
 
 
 def share_of_step(facts: LoaderFacts[Any], step: int | None = None) -> RankShare:
-    """Return what this rank got in the step that its loop is in.
+    """Return this rank's share of its loop's present step.
 
     Args:
         facts: The patched loader.
-        step: Which step of the pass that is, from 0; None for the latest that the loader has given.
+        step: The number of the step in the pass, from 0; None for the latest batch that the loader has delivered.
 
     Raises:
-        Misfit: That is not known, or other ranks may make no such step.
+        Misfit: The step is not known, or other ranks may not make it.
     """
     current, at = _latest_pass("gather_step", facts)
     number = batches_delivered(facts) - 1 if step is None else step
@@ -112,7 +113,7 @@ def share_of_step(facts: LoaderFacts[Any], step: int | None = None) -> RankShare
 
 
 def _latest_pass(operation: str, facts: LoaderFacts[Any]) -> tuple[Pass[Any], str]:
-    """Return the latest pass, and what is called for it; refuse one whose batches are not known."""
+    """Return the latest pass, and the call in words; refuse a pass whose batches are not known."""
     passes = passes_of(facts)
     current = passes.epochs.latest
     if current is None:
@@ -127,15 +128,15 @@ def _latest_pass(operation: str, facts: LoaderFacts[Any]) -> tuple[Pass[Any], st
 
 
 def _share(at: str, facts: LoaderFacts[Any], schedule: Schedule, step: int | None = None) -> RankShare:
-    """Return what a rank got in a step; without one, in the pass."""
+    """Return this rank's share of a step; without a step, of the pass."""
     records = [*schedule.records()] if step is None else [schedule.record(step)]
     is_whole = facts.unit is ShardedUnit.BATCH and schedule.batch_plan is None
     sample = "item" if facts.unit is ShardedUnit.UNBATCHED else "sample"
     sizes = np.array([record.samples for record in records], np.int64)
-    # Batches of one sample are the samples. Of an empty batch, no row would tell where it was.
+    # A list of batches of one sample is a list of samples. An empty batch has no row to show its position.
     has_batches = bool(sizes.all()) if facts.unit is ShardedUnit.BATCH else facts.batching.size > 1
     takes_lists = step is None and sample == "sample" and has_batches
-    # Each part's padding comes at its own end, in the midst of what other workers give.
+    # Each part's padding comes at the end of the part, between the batches of other workers.
     own, row = np.array([one.real_samples for one in records], np.int64), _row_in_batch(sizes)
     real = np.flatnonzero(row < np.repeat(own, sizes))
     runs = [np.arange(run.start, run.stop, run.step) for run in schedule.keys(records)]
@@ -147,13 +148,13 @@ def _share(at: str, facts: LoaderFacts[Any], schedule: Schedule, step: int | Non
 
 
 def _row_in_batch(sizes: Array) -> Array:
-    """Return which row of its batch each row is, of batches of these sizes."""
+    """Return the number of each row within its batch, for batches of these sizes."""
     rows: Array = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return rows
 
 
 def places_of(keys: Sequence[Array]) -> list[Array]:
-    """Return where each rank's rows go, of which no two have the same key: behind those with smaller ones.
+    """Return the positions of each rank's rows among all rows, in the order of the keys, which are all different.
 
     Examples:
         >>> [places.tolist() for places in places_of([np.array([0, 1, 8]), np.array([9, 5])])]

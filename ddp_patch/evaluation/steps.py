@@ -1,4 +1,4 @@
-"""The step that a loop is in: its mask, its weight, and what all ranks have of it."""
+"""The steps of a loop: masks of padding, and weights from all ranks' numbers of samples."""
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ __all__ = ["Steps", "iter_with_mask", "iter_with_weights", "shared_facts", "step
 
 
 def shared_facts(operation: str, loader: DataLoader[Any]) -> LoaderFacts[Any] | None:
-    """Return what is known of a patched loader; None if it is unpatched and this process the only one.
+    """Return the facts of a patched loader; None for an unpatched loader in a single process.
 
     Raises:
         NotPatchedError: There are several processes, and the loader is not patched.
@@ -81,7 +81,7 @@ def _steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
     facts = look_at(loader)
     if facts.repeater is not None or facts.iterator_in is not None:
         kept, remedy = "", "Patch it, in a single process with rank=0, num_replicas=1."
-        if facts.repeater is None:  # which would not be patched either
+        if facts.repeater is None:  # patching would refuse this loader, too
             kept = f" (attribute {facts.iterator_in!r})"
             remedy = (
                 f"Call it before you iterate the loader, or forget the iterator: loader.{facts.iterator_in} = None."
@@ -99,12 +99,12 @@ def _steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
 
 
 def _counted(collate_fn: Callable[[Any], Any], samples: Any) -> tuple[int, Any]:
-    """Return the number of samples, then what the user's ``collate_fn`` makes of them."""
+    """Return the number of samples, and the batch that the user's ``collate_fn`` makes of them."""
     return len(samples), collate_fn(samples)
 
 
 def _steps(operation: str, loader: DataLoader[Any]) -> tuple[Steps, LoaderFacts[Any] | None]:
-    """Return the batches of a pass, and what is known of a patched loader."""
+    """Return the batches of a pass, and the facts of a patched loader."""
     facts = shared_facts(operation, loader)
     return _steps_alone(operation, loader) if facts is None else steps_of(operation, facts), facts
 
@@ -112,11 +112,11 @@ def _steps(operation: str, loader: DataLoader[Any]) -> tuple[Steps, LoaderFacts[
 def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield each batch of a pass with a mask that is False on padding.
 
-    A rank's last batch may be all padding, and what the mask keeps of it is empty, which not every metric takes. So
-    update a metric ``if mask.any()``, and let the ranks communicate after the loop.
+    A rank's last batch may be all padding, and not every metric takes an empty update. So update a metric ``if
+    mask.any()``, and let the ranks communicate after the loop.
 
     Args:
-        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, which has no
+        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched loader in a single process, which has no
             padding.
 
     Yields:
@@ -124,7 +124,7 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
-        UnsupportedLoaderError: It is unknown which samples a batch holds, or a batch has fewer rows than samples.
+        UnsupportedLoaderError: The samples of a batch are unknown, or a batch has fewer rows than samples.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -141,7 +141,7 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
 
 def _masked(batch: Any, record: BatchRecord, loader: DataLoader[Any]) -> tuple[Any, torch.Tensor]:
     samples = record.samples
-    mask = torch.arange(samples, device="cpu") < record.real_samples  # whatever is the default
+    mask = torch.arange(samples, device="cpu") < record.real_samples  # whatever the default device is
     if loader.batch_sampler is None:
         return batch, mask[0]
     if (rows := max(_rows_in(batch, samples), default=samples)) < samples:
@@ -154,7 +154,7 @@ def _masked(batch: Any, record: BatchRecord, loader: DataLoader[Any]) -> tuple[A
 
 
 def _rows_in(batch: Any, samples: int) -> Iterator[int]:
-    """Yield how many rows the tensors and arrays of a batch have; of a list with one element per sample, as many."""
+    """Yield how many rows each tensor or array of a batch has, or each list with one element per sample."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         yield from batch.shape[:1]
     elif isinstance(batch, list | tuple) and len(batch) == samples:
@@ -173,19 +173,18 @@ def iter_with_weights(
     """Yield each batch of a pass with a weight per sample, so that all ranks train what one process trains.
 
     Let ``loss = (loss_per_sample * weights).sum()``. ``DistributedDataParallel`` averages the ranks' gradients, and the
-    average is then the gradient of the mean loss over the step's real samples: those that all ranks got, without
-    padding. A real sample weighs ``ranks / real samples of the step``, padding weighs 0.
+    average is then the gradient of the mean loss over the step's real samples, on all ranks and without padding. A real
+    sample weighs ``ranks / real samples of the step``, padding weighs 0.
 
-    The ranks know how many samples a step has without communicating. They communicate once a step, a number each,
-    where ``weight_of`` is given, and where one rank cannot know: parts of an iterable dataset, one for each worker,
-    with ``uneven="keep"``.
+    The ranks know how many samples a step has without communicating. Each rank sends one number per step in two cases:
+    with ``weight_of``, and with ``uneven="keep"`` if each worker reads a part of an iterable dataset.
 
     Args:
-        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where a sample
+        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched loader in a single process, where a sample
             weighs ``1 / samples of the batch``.
         weight_of: Returns how much each sample of a batch counts, at least 0: for a loss that is summed over tokens,
-            each sample's number of tokens. A real sample then weighs ``ranks / sum of these over the step``, so
-            ``loss_per_sample`` must be a sum over its tokens, not their mean.
+            each sample's number of tokens. A real sample then weighs ``ranks / sum of the step's counts``, so
+            ``loss_per_sample`` must be the sum over the sample's tokens, not their mean.
         dtype: The weights' dtype. Default: ``torch.get_default_dtype()``.
 
     Yields:
@@ -195,11 +194,11 @@ def iter_with_weights(
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
         UnsupportedLoaderError: It is unknown which samples a batch holds.
-        InvalidOptionError: ``weight_of`` is no function, or gives something else than a number of at least 0 for each
-            sample; or ``dtype`` holds no fractions.
+        InvalidOptionError: ``weight_of`` is no function, or does not return a number of at least 0 for each sample; or
+            ``dtype`` holds no fractions.
         WorldError: The ranks must communicate, and the world was given by ``rank=`` and ``num_replicas=``.
-        RankMismatchError: Where ranks communicate, another one broke off.
-        MissingRanksError: Where ranks communicate, another one did not come to the step in time.
+        RankMismatchError: The ranks communicate, and another rank left the loop.
+        MissingRanksError: The ranks communicate, and another rank did not reach the step in time.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -239,7 +238,7 @@ def _weighed(
     ranks = 1 if facts is None else passes_of(facts).agreed.world.num_replicas
     channel: Channel | None = None  # where ranks communicate
     with closing(cast("Generator[Any]", steps)), ExitStack() as stack:
-        # What a rank can know is known once its pass has begun.
+        # The pass must have begun before its facts are known.
         first = [step for step in [next(steps, None)] if step is not None]
         if facts is not None and ranks > 1 and (weight_of is not None or not _knows_totals(facts)):
             agreed, epoch = passes_of(facts).agreed, {"epoch": passes_of(facts).epochs.counter.current}
@@ -256,17 +255,17 @@ def _weighed(
             weights[record.real_samples :] = 0
             yield batch, weights
         while channel is not None and any(is_step for _, is_step in channel.gathered([0, 0])):
-            pass  # others have more steps
+            pass  # other ranks have more steps
 
 
 def _knows_totals(facts: LoaderFacts[Any]) -> bool:
-    """Return whether this rank alone knows how many samples each step of its latest pass has."""
+    """Return whether this rank knows, without communicating, how many samples each step of its latest pass has."""
     current = passes_of(facts).epochs.latest
     return current is None or current.schedule(facts.batching).knows_totals
 
 
 def _counts(batch: Any, record: BatchRecord, weight_of: WeightOf) -> float:
-    """Return how much the samples of a batch count that are not padding."""
+    """Return the sum of ``weight_of`` over the samples of a batch that are not padding."""
     given = weight_of(batch)
     try:
         each = torch.as_tensor(given, dtype=torch.float64, device="cpu").reshape(-1)
