@@ -1,4 +1,4 @@
-"""Where Python's own modules and numpy open, find, save and remove files, each by a name of its own."""
+"""The names by which Python's own modules and numpy open, find, save and remove files."""
 
 import bz2
 import glob
@@ -17,13 +17,13 @@ __all__ = ["files_opened_by"]
 
 @contextmanager
 def files_opened_by(open_file: Callable[..., Any]) -> Iterator[None]:
-    """Let files be opened by a function while entered; and found and removed by what ``os`` has now.
+    """While entered, let a function open files, and let the present functions of ``os`` find and remove files.
 
     Args:
-        open_file: Stands in the place of ``open``.
+        open_file: Replaces ``open``.
     """
     openers: Any = importlib.import_module("numpy.lib._datasource")._file_openers
-    openers.keys()  # which numpy fills in at the first use
+    openers.keys()  # numpy fills in the openers at the first use
     with ExitStack() as stack:
         stack.enter_context(patch("builtins.open", open_file))
         stack.enter_context(patch.object(io, "open", open_file))
@@ -31,9 +31,9 @@ def files_opened_by(open_file: Callable[..., Any]) -> Iterator[None]:
         stack.enter_context(patch.object(tarfile, "bltn_open", open_file))
         stack.enter_context(patch.object(bz2, "_builtin_open", open_file))
         stack.enter_context(patch.dict(openers._file_openers, {None: open_file}))
-        # rmtree by open folders would go past what is in the place of os.unlink.
+        # With open folders, rmtree would not call the present os.unlink.
         stack.enter_context(patch.object(shutil, "_use_fd_functions", False))
-        # As of Python 3.13, pathlib looks by functions that glob took from os when it was imported.
+        # Since Python 3.13, pathlib finds files by functions that glob took from os when glob was imported.
         globber = getattr(glob, "_StringGlobber", None)
         for name in () if globber is None else ("lstat", "scandir"):
             stack.enter_context(patch.object(globber, name, staticmethod(getattr(os, name))))

@@ -1,6 +1,7 @@
-"""Several fork servers, of which Python's multiprocessing has one by itself.
+"""Several fork servers; Python's multiprocessing itself has one.
 
-Its class for a server is not documented, nor is the one for what is forked from it. Seen in Python 3.11 to 3.14.
+Python documents neither the class of a fork server nor the class of the processes that it forks. Seen in Python 3.11 to
+3.14.
 """
 
 import io
@@ -18,7 +19,7 @@ from unittest.mock import patch
 
 __all__ = ["Forked", "Server", "own_folder", "preloaded"]
 
-_starting = threading.Lock()  # no two threads change the environment at once
+_starting = threading.Lock()  # so that no two threads change the environment at once
 
 
 def own_folder() -> str:
@@ -27,17 +28,17 @@ def own_folder() -> str:
 
 
 def preloaded() -> list[str]:
-    """Return the modules of ``multiprocessing.set_forkserver_preload``, without the main one."""
+    """Return the modules of ``multiprocessing.set_forkserver_preload``, without the main module."""
     server: Any = vars(forkserver)["_forkserver"]
     return [name for name in server._preload_modules if name != "__main__"]
 
 
 class Server(forkserver.ForkServer):
-    """A process that others are forked from. It is started when it is first needed, and ends with this one.
+    """A process from which other processes are forked. It starts at its first use, and ends with this process.
 
     Args:
-        environment: What its environment has beside this process's.
-        modules: What it imports when it starts; what is not there is left out.
+        environment: Variables that its environment has beside this process's.
+        modules: The modules that it imports when it starts; missing modules are left out.
     """
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
@@ -47,7 +48,7 @@ class Server(forkserver.ForkServer):
 
     def ensure_running(self) -> None:
         """Start the server unless it runs."""
-        resource_tracker.ensure_running()  # whose environment stays this process's
+        resource_tracker.ensure_running()  # the tracker keeps this process's environment
         with (
             _starting,
             patch.dict(os.environ, self.environment),
@@ -57,21 +58,21 @@ class Server(forkserver.ForkServer):
             super().ensure_running()
 
 
-_LONGEST = 80  # a socket's path has at most some 100 characters, and the folder for temporary files may have more
+_LONGEST = 80  # a socket's path has at most about 100 characters; the folder for temporary files may have a longer one
 
 
 def _address(family: str) -> str:
-    """Return where a server listens."""
+    """Return the address of a server."""
     folder = own_folder()
-    if len(folder) > _LONGEST and os.path.isdir("/tmp"):  # noqa: S108 - a folder of this user's alone is made there
+    if len(folder) > _LONGEST and os.path.isdir("/tmp"):  # noqa: S108 - mkdtemp makes a folder of this user's alone
         folder = tempfile.mkdtemp(prefix="ddp_patch-", dir="/tmp")
         util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
-    return tempfile.mktemp(prefix="listener-", dir=folder)  # noqa: S306 - nobody else may write there
+    return tempfile.mktemp(prefix="listener-", dir=folder)  # noqa: S306 - no other user may write there
 
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Keep Ctrl-C from what is started meanwhile, and from what that starts: it would print a traceback."""
+    """Keep Ctrl-C from processes that are started meanwhile, and from their children, which would print a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -80,7 +81,7 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 class Forked(ForkServerProcess):
-    """A process that is forked from a server of its own."""
+    """A process that is forked from a given server."""
 
     def __init__(self, server: Server, target: Callable[..., object], args: Sequence[Any]) -> None:
         super().__init__(target=target, args=args)
@@ -91,7 +92,7 @@ class Forked(ForkServerProcess):
 
     def _bootstrap(self, parent_sentinel: Any = None) -> int:
         if parent_sentinel is not None and connection.wait([parent_sentinel], 0):
-            return 1  # what has started this process has ended meanwhile
+            return 1  # the process that started this one has ended meanwhile
         return super()._bootstrap(parent_sentinel)  # type: ignore[misc,no-any-return]  # no stub has it
 
     def _Popen(self, process_obj: "Forked") -> Any:  # type: ignore[override]  # noqa: N802 - the method that start() calls
@@ -99,7 +100,7 @@ class Forked(ForkServerProcess):
 
 
 class _Popen(popen_forkserver.Popen):
-    """As the class that it derives from, for a server of its own."""
+    """``popen_forkserver.Popen``, but with a given server."""
 
     def __init__(self, process_obj: Forked, server: Server) -> None:
         self._server = server
@@ -115,7 +116,7 @@ class _Popen(popen_forkserver.Popen):
         finally:
             set_spawning_popen(None)
         self.sentinel, pipe = self._server.connect_to_new_process(self._fds)
-        kept = os.dup(pipe)  # closed when this process ends, which tells the other
+        kept = os.dup(pipe)  # closes when this process ends, which the other process notices
         self.finalizer = util.Finalize(self, _close, (kept, self.sentinel))
         with open(pipe, "wb") as file:
             file.write(data.getbuffer())

@@ -1,6 +1,6 @@
-"""All that is private in torch and used here: loaders, workers, process groups; a clear error where it is missing.
+"""The private names of torch that are used: of loaders, workers, process groups. A missing name is a clear error.
 
-Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0, whose loaders are torch's in all but name.
+Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0, whose loaders copy torch's.
 """
 
 import os
@@ -72,11 +72,11 @@ def _private(name: str, needed_for: str, instead: str = "") -> Any:
 
     Args:
         name: The full name, such as ``torch.utils.data.dataloader._BaseDataLoaderIter``.
-        needed_for: What needs it, for the error.
-        instead: Another remedy than another torch: a sentence.
+        needed_for: What needs the name, for the error.
+        instead: A remedy other than another version of torch: a sentence.
 
     Raises:
-        TorchVersionError: This torch does not have it.
+        TorchVersionError: This torch does not have the name.
     """
     try:
         return resolve_name(name)
@@ -85,12 +85,12 @@ def _private(name: str, needed_for: str, instead: str = "") -> Any:
 
 
 def _lacking(name: str, needed_for: str, instead: str = "") -> TorchVersionError:
-    """Return the error that torch lacks something.
+    """Return the error that torch lacks a name.
 
     Args:
-        name: What it lacks.
-        needed_for: What needs it.
-        instead: Another remedy than another torch: a sentence.
+        name: The name that torch lacks.
+        needed_for: What needs the name.
+        instead: A remedy other than another version of torch: a sentence.
     """
     return TorchVersionError(
         f"{needed_for} needs {name}, and torch {torch.__version__} does not have it: it is a private name, which any "
@@ -110,13 +110,13 @@ else:
 
 
 def default_store() -> "Store":
-    """Return the key-value store that the default process group was made with.
+    """Return the key-value store of the default process group.
 
-    torch hands it out under a private name only. The public way is to make a store of our own, which takes a free port
-    and an address that all ranks know.
+    torch has only a private name for this store. The public way is a store of one's own, which needs a free port and an
+    address that all ranks know.
 
     Raises:
-        TorchVersionError: This torch does not provide it.
+        TorchVersionError: This torch does not have the private name.
     """
     name = "torch.distributed.distributed_c10d._get_default_store"
     store: Store = _private(name, "The ranks' agreement", "Or give the world by rank= and num_replicas=.")()
@@ -124,10 +124,10 @@ def default_store() -> "Store":
 
 
 def backward_in_progress() -> Callable[[], bool]:
-    """Return what tells whether it is called by a function of autograd's, which a ``backward()`` runs.
+    """Return a function that returns whether it is called within a ``backward()``.
 
     Raises:
-        TorchVersionError: This torch does not tell.
+        TorchVersionError: This torch does not have the private name that says so.
     """
     number: Callable[[], int] = _private("torch._C._current_graph_task_id", "Averaging gradients where backward() ends")
     return lambda: number() != -1
@@ -135,7 +135,7 @@ def backward_in_progress() -> Callable[[], bool]:
 
 @contextmanager
 def kept_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Let recurrent modules have the lists of their weights again, which are replaced while entered."""
+    """Restore the lists of weights of recurrent modules when left, because they are replaced while entered."""
     names = ("_flat_weights", "_flat_weight_refs")
     recurrent = [vars(each) for each in modules if isinstance(each, torch.nn.RNNBase)]
     before = [{name: attributes[name] for name in names if name in attributes} for attributes in recurrent]
@@ -147,12 +147,12 @@ def kept_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def tables_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a module's own tables of parameters, buffers and inner modules: what its attributes are looked up in."""
+    """Return a module's own dicts of parameters, buffers and inner modules, in which its attributes are looked up."""
     return module._parameters, module._buffers, module._modules
 
 
 def argument_names(operation: Any) -> list[str]:
-    """Return the names of the arguments of one of torch's operations, in their order."""
+    """Return the names of the arguments of an operation of torch, in their order."""
     return [each.name for each in operation._schema.arguments]
 
 
@@ -167,10 +167,10 @@ def imported_fsdp() -> Any:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that a submesh such as ``mesh["dp"]`` was cut from, or a whole one itself.
+    """Return the mesh that a submesh such as ``mesh["dp"]`` is a part of, or a whole mesh itself.
 
-    torch has no public name for it, and three private ones: of the mesh (seen in 2.13 and 2.15), and of what keeps
-    all meshes (seen in 2.5 to 2.9, and in 2.4, which knows parents).
+    torch has no public way, and three private names: a method of the mesh (seen in 2.13 and 2.15), and methods of the
+    object that keeps all meshes (seen in 2.5 to 2.9, and in 2.4, which only has parents).
 
     Raises:
         TorchVersionError: This torch has none of these names, and the mesh does not contain all ranks.
@@ -193,11 +193,10 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a gloo group of these ranks alone, which connects two of them when they first send each other something.
+    """Return a gloo group of these ranks alone, in which two ranks connect when they first exchange data.
 
-    The public ``dist.new_group`` needs all ranks of the job, or that each is in as many groups as the others, because
-    it names the new group by their number. It connects each rank with all others, and so does a torch that cannot do
-    otherwise (seen in 2.4).
+    The public ``dist.new_group`` needs all ranks of the job, or ranks that are all in equally many groups, because the
+    number of groups names the new group. It connects every rank with all others. torch 2.4 can only do so, too.
 
     Raises:
         TorchVersionError: This torch was built without gloo.
@@ -218,7 +217,7 @@ def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
 def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, timeout: timedelta) -> Any:
     """Begin to gather every member's row, and return the work to wait for.
 
-    The public functions take registered groups alone, and their timeout is the group's.
+    The public functions take only registered groups, and have only the group's timeout.
 
     Raises:
         TorchVersionError: This torch takes no such options.
@@ -229,24 +228,25 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     return group.allgather([list(rows)], [row], options)
 
 
-# What launchers put into the environment of each rank.
+# The variables that launchers set in the environment of each rank.
 _OF_RANK: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID"})
-# What ``get_rank`` and ``get_world_size`` look up, also where they were imported by name. torch has no public hook.
+# The name that ``get_rank`` and ``get_world_size`` look up, also if they were imported by name. There is no public
+# hook.
 _LOOKED_UP: Final = "_rank_not_in_group"
 
 
 @contextmanager
 def rank_noted(note: Callable[[], object]) -> Iterator[None]:
-    """While entered, call ``note`` whenever somebody asks torch or the environment for the rank of this process.
+    """While entered, call ``note`` whenever code reads the rank of this process from torch or the environment.
 
-    A torch that looks up something else is asked unseen.
+    In a torch that looks up another name, calls of ``get_rank`` are not noticed.
     """
     environment: Any = type(os.environ)
     looked_up, read = getattr(distributed_c10d, _LOOKED_UP, None), environment.__getitem__
 
     def noted_look_up(*args: Any, **options: Any) -> Any:
         note()
-        return looked_up(*args, **options)  # type: ignore[misc]  # such a torch calls it
+        return looked_up(*args, **options)  # type: ignore[misc]  # only a torch that has the name calls this
 
     def noted_read(self: Any, name: Any) -> Any:
         if name in _OF_RANK:
@@ -258,26 +258,27 @@ def rank_noted(note: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-# A loader that runs. A copy must not share one. torch has no public name for what `iter(loader)` returns.
+# The class of running iterators, which `iter(loader)` returns; torch has no public name for it. Copies must not share
+# one.
 RunningLoader: Final = _BaseDataLoaderIter
 
-# Where a loader with persistent workers keeps it. There is no public way to start again.
+# The attribute in which a loader with persistent workers keeps its iterator. There is no public way to start anew.
 RUNNING_ITERATOR: Final = "_iterator"
 
-# The method by which a loader makes it, for `iter(loader)` and for Ultralytics' `reset()`. There is no public one.
+# The method by which a loader makes its iterator, for `iter(loader)` and for Ultralytics' `reset()`.
 MAKE_ITERATOR: Final = "_get_iterator"
 
-# Both are called by torch. A torch that called others would make us miscount, so they are looked for at once.
+# torch calls both methods. If they were missing, batches would be miscounted, so look them up at the import.
 _private(f"torch.utils.data.dataloader.DataLoader.{MAKE_ITERATOR}", "Counting a loader's batches")
 _private("torch.utils.data.dataloader._BaseDataLoaderIter._reset", "Counting a loader's batches")
 
 
-# What an iterator of torch's calls for its next batch, or to find its end.
+# The method that an iterator of torch's calls for its next batch, or to find its end.
 _NEXT: Final = "_next_data"
 
 
 def call_at_second_batch(iterator: Any, call: Callable[[], object]) -> None:
-    """Have ``call()`` run when a ``RunningLoader`` is asked for its second batch, or finds its end after the first."""
+    """Run ``call()`` when a ``RunningLoader`` is asked for its second batch, or finds its end after the first."""
     of_iterator, asked = weakref.ref(iterator), count(1)
 
     def next_data() -> Any:
@@ -291,12 +292,12 @@ def call_at_second_batch(iterator: Any, call: Callable[[], object]) -> None:
 
 
 def has_own_iterators(loader_kind: type) -> bool:
-    """Return whether a class makes other iterators than torch's."""
+    """Return whether a loader's class makes iterators other than torch's."""
     return getattr(loader_kind, MAKE_ITERATOR, None) is not getattr(DataLoader, MAKE_ITERATOR)
 
 
-# What torch reads a map-style dataset's batch in, and what raises again what was raised in a worker. An iterable
-# dataset's end passes through neither.
+# The functions in which torch reads a map-style dataset's batch, and raises a worker's error again. The end of an
+# iterable dataset passes through neither.
 _OF_BATCHES: Final = tuple(
     _private(f"torch.{name}", "Telling a loader's end from a dataset's StopIteration").__code__
     for name in ("utils.data._utils.fetch._MapDatasetFetcher.fetch", "_utils.ExceptionWrapper.reraise")
@@ -304,27 +305,27 @@ _OF_BATCHES: Final = tuple(
 
 
 def is_end(reason: BaseException) -> bool:
-    """Return whether what an iterator raised is its end, and not a StopIteration of a dataset's or ``collate_fn``'s."""
+    """Return whether an iterator's error is its end, and not a StopIteration of a dataset or of ``collate_fn``."""
     frames = (frame for frame, _ in walk_tb(reason.__traceback__))
     return isinstance(reason, StopIteration) and not any(frame.f_code in _OF_BATCHES for frame in frames)
 
 
-# Makes of an iterator of a loader's class the batches of the pass that it begins.
+# Turns an iterator of a loader's class into the batches of the pass that it begins.
 BatchesOf: TypeAlias = Callable[[Any], Iterator[Any]]
 
 
 class AroundIterator(Iterator[Any]):
-    """Base of what stands around an iterator of a loader. In all that it does not do itself, it is as that one.
+    """A base class of wrappers around an iterator of a loader. Other attributes are the wrapped iterator's.
 
-    torch counts in its iterator, which is gone after a ``break``, and calls none of our code. It says that it is of
-    that one's class, so that Lightning ends its workers as it ends torch's.
+    torch counts in its iterator, which is deleted after a ``break``, and has no hook for counting. The wrapper has the
+    ``__class__`` of the wrapped iterator, so that Lightning ends its workers as it ends torch's.
 
     Args:
-        wrapped: The iterator that the loader's class made.
-        batches_of: Makes the batches of each pass. Default: they are what ``wrapped`` gives.
+        wrapped: The iterator of the loader's class.
+        batches_of: Makes the batches of each pass. Default: the batches of ``wrapped``.
     """
 
-    _finished = False  # torchdata's loader asks for it, and torch's iterators lack it
+    _finished = False  # torchdata's loader reads this, and torch's iterators lack it
 
     def __init__(self, wrapped: Any, batches_of: BatchesOf | None = None) -> None:
         self.wrapped: Any = wrapped
@@ -332,7 +333,7 @@ class AroundIterator(Iterator[Any]):
         self.begin()
 
     def begin(self) -> None:
-        """Begin a pass, which ``wrapped`` has begun."""
+        """Begin the pass that ``wrapped`` has begun."""
         self._batches: Iterator[Any] = self.wrapped if self._batches_of is None else self._batches_of(self.wrapped)
 
     def __next__(self) -> Any:
@@ -351,20 +352,20 @@ class AroundIterator(Iterator[Any]):
         return self.count(given)
 
     def count(self, given: Any) -> Any:
-        """Record that a batch is given, and return it."""
+        """Count a batch that is delivered, and return it."""
         return given
 
     def stop(self, reason: BaseException) -> None:
-        """Record that no batch is given, because of the end or of an error; see ``is_end``."""
+        """Record that the pass has ended, or raised an error instead of a batch; see ``is_end``."""
         raise NotImplementedError
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        """Begin the next pass with the same workers, as torch asks for where these are persistent."""
-        self._batches = iter(())  # what was left ends before the workers begin anew
+        """Begin the next pass with the same workers: torch calls this if workers are persistent."""
+        self._batches = iter(())  # the rest of the pass ends before the workers begin anew
         self.wrapped._reset(loader, first_iter)
         self.begin()
 
-    @property  # type: ignore[misc]  # isinstance() asks for it, nobody sets it
+    @property  # type: ignore[misc]  # isinstance() reads it, no code sets it
     def __class__(self) -> Any:
         return type(self.wrapped)
 
@@ -375,12 +376,12 @@ class AroundIterator(Iterator[Any]):
         return getattr(self.wrapped, name)
 
     def __getstate__(self) -> Any:
-        return self.wrapped.__getstate__()  # which refuses to be copied
+        return self.wrapped.__getstate__()  # raises an error, because iterators cannot be copied
 
 
 @contextmanager
 def length_not_noted(loader: DataLoader[Any]) -> Iterator[None]:
-    """While entered, a loader's ``len()`` may be asked: torch notes that it was, and warns if more batches come."""
+    """While entered, let ``len(loader)`` be called without torch's record of it, which warns of further batches."""
     name = "_IterableDataset_len_called"
     before = vars(loader).get(name)
     try:
@@ -391,10 +392,10 @@ def length_not_noted(loader: DataLoader[Any]) -> Iterator[None]:
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Make the next pass start new workers: persistent ones do not see what changed in the main process.
+    """Make the next pass start new workers, because persistent workers do not see changes in the main process.
 
     Raises:
-        TorchVersionError: This torch keeps them elsewhere.
+        TorchVersionError: This torch keeps the iterator in another attribute.
     """
     if not hasattr(loader, RUNNING_ITERATOR):
         name = f"torch.utils.data.dataloader.DataLoader.{RUNNING_ITERATOR}"
@@ -407,7 +408,7 @@ _TORCH_BATCH_SAMPLERS: Final = {"torch.utils.data.sampler.BatchSampler", f"{_TOR
 
 
 def is_torch_batch_sampler(kind: type) -> bool:
-    """Return whether a class is torch's own ``BatchSampler``, and no subclass, which may make batches another way."""
+    """Return whether a class is exactly torch's ``BatchSampler``: a subclass may make batches in another way."""
     return full_name(kind) in _TORCH_BATCH_SAMPLERS
 
 
@@ -421,32 +422,32 @@ LOADED_STATE: Final = "next_iter_state"
 
 
 def has_own_iteration(loader_kind: type) -> bool:
-    """Return whether a loader's class has its own iteration, other than torch's and torchdata's."""
+    """Return whether a loader's class has an ``__iter__`` other than torch's and torchdata's."""
     iterates: type = next((base for base in loader_kind.__mro__ if "__iter__" in vars(base)), DataLoader)
     return iterates is not DataLoader and not iterates.__module__.startswith(f"{_TORCHDATA}.")
 
 
-# What a loader's own iteration names if it draws from the loader's samplers, or leaves that to its base class.
+# The names in a loader's own ``__iter__`` that show that it draws from samplers, or calls its base class.
 DRAWS_FROM_SAMPLERS: Final = frozenset(
     {"sampler", "batch_sampler", "_index_sampler", "__iter__", "iterator", MAKE_ITERATOR, RUNNING_ITERATOR}
 )
 
-# Holds the one variable that ``get_worker_info()`` reads in a process.
+# The module with the variable that ``get_worker_info()`` reads.
 _WORKER: Final[Any] = _private("torch.utils.data._utils.worker", "Sharing an iterable dataset")
 
 
 def has_thread_workers(loader: object) -> bool:
-    """Return whether a loader says that its workers are threads.
+    """Return whether a loader's attributes say that its workers are threads.
 
-    torch 2.15.0 has fields for a ``worker_method`` in its worker info, but no such loader yet; this is how its
-    development has it. MONAI 1.6.1 makes a context for ``use_thread_workers=True`` whose processes are threads.
+    torch 2.15.0 has fields for a ``worker_method`` in its worker info, and its development version has the attribute in
+    its loader. In MONAI 1.6.1, ``use_thread_workers=True`` makes a context whose processes are threads.
     """
     process = getattr(getattr(loader, "multiprocessing_context", None), "Process", None)
     is_thread = isinstance(process, type) and issubclass(process, threading.Thread)
     return is_thread or getattr(loader, "worker_method", None) == "thread"
 
 
-# The attributes of a worker info.
+# The public attributes of a worker info.
 _TELLING: Final = frozenset({"id", "num_workers", "seed", "dataset"})
 
 
@@ -460,23 +461,23 @@ class _NotedWorkerInfo(WorkerInfo):
 
 
 def noted_worker_info(worker: int, workers: int, seed: int, dataset: Any, note: Callable[[str], object]) -> WorkerInfo:
-    """Return a worker info that calls ``note`` with the name of each attribute that somebody reads.
+    """Return a worker info that calls ``note`` with the name of each attribute that is read.
 
-    torch makes such values for its own workers only.
+    torch has no public constructor: it makes worker infos only for its own workers.
     """
     info = _NotedWorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
-    object.__setattr__(info, "note", note)  # frozen; set last, because making it reads nothing
+    object.__setattr__(info, "note", note)  # the value is frozen
     return info
 
 
 class worker_info_told:  # noqa: N801 - it is called as a function is, and a class is entered faster
-    """Make ``get_worker_info()`` return ``info``. It reads this one variable, and there is no public way to set it.
+    """While entered, make ``get_worker_info()`` return ``info``. There is no public way to set its variable.
 
     Args:
-        info: What it returns while this is entered.
+        info: The value to return.
 
     Raises:
-        TorchVersionError: It reads another one: datasets would not learn which part is theirs.
+        TorchVersionError: ``get_worker_info()`` reads another variable, so datasets would not learn their part.
     """
 
     def __init__(self, info: object) -> None:
@@ -494,10 +495,10 @@ class worker_info_told:  # noqa: N801 - it is called as a function is, and a cla
 
 
 def replace_worker_seed(seed: int) -> None:
-    """Make this ``get_worker_info().seed``. The value is frozen, and datasets read their seed nowhere else.
+    """Set ``get_worker_info().seed``, from which datasets read their seed, although the worker info is frozen.
 
     Raises:
-        TorchVersionError: This torch does not let it be replaced: ranks would augment alike.
+        TorchVersionError: This torch does not let the seed be replaced, so ranks would augment alike.
     """
     try:
         object.__setattr__(get_worker_info(), "seed", seed)
@@ -507,7 +508,7 @@ def replace_worker_seed(seed: int) -> None:
 
 
 class _Items:
-    """Stands for a dataset while a batch is made of its items.
+    """Replaces a dataset while torch reads a batch of its items.
 
     Args:
         dataset: The dataset.
@@ -523,11 +524,11 @@ class _Items:
 
 @contextmanager
 def items_changed(item_of: Callable[[Any, Any], Any], change: Callable[[Any], Any]) -> Iterator[None]:
-    """Let torch's loaders, and workers that are forked, change the items of datasets while entered.
+    """While entered, let torch's loaders, and workers that are forked, change the items of datasets.
 
     Args:
         item_of: Returns an item of a dataset, by the dataset and the index.
-        change: Returns what is put in the place of an item.
+        change: Returns the changed item.
     """
     of_map, of_stream = (
         _private(f"torch.utils.data._utils.fetch.{name}", "Checking a script")
@@ -552,18 +553,19 @@ def items_changed(item_of: Callable[[Any, Any], Any], change: Callable[[Any], An
 
 
 def times_written(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written in place; 0 for one of which torch does not count that."""
+    """Return how often a tensor was written in place; 0 if torch does not count it, as in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager
 def read_by_parts(kind: Any, reading_of: Callable[[DataLoader[Any]], Any]) -> Iterator[None]:
-    """Let torch's loaders, and workers that are forked, read batches otherwise while entered.
+    """While entered, let torch's loaders, and workers that are forked, read batches in another way.
 
     Args:
-        kind: The indices of a batch that read it by themselves: by ``read``, which is given how torch reads samples,
-            and a whole batch, and the dataset.
-        reading_of: Returns what turns batches of indices into others, and what was read into a batch; or None.
+        kind: The class of indices that read their batch by a method ``read``. It gets two functions, by which torch
+            reads samples and a whole batch, and the dataset.
+        reading_of: Returns for a loader an object that replaces batches of indices (``indices``) and read batches
+            (``batch``); or None.
     """
     of_map = _private("torch.utils.data._utils.fetch._MapDatasetFetcher", "Reading batches by parts")
     iterator: Any = _BaseDataLoaderIter
