@@ -1,8 +1,8 @@
 """Ready-made samplers for common cases, which ``patch_dataloader_to_ddp`` keeps intact.
 
-Write them as for one process: the patch shards what they yield. With ``seed``, an epoch's order follows from the seed
-and the epoch, and each rank looks up its share. Without ``seed``, a pass draws one number from ``generator``, or from
-torch's global generator, and its order follows from that number.
+Build a sampler as for one process: the patch shards the items that it yields. With ``seed``, an epoch's order follows
+from the seed and the epoch, and each rank looks up its share. Without ``seed``, a pass draws one number from
+``generator``, or from torch's global generator, and the order follows from this number.
 """
 
 from ddp_patch.samplers.classes import PKBatchSampler, WeightedClassSampler

@@ -1,4 +1,4 @@
-"""Samples by class: how classes are read, draws with a proportion for each, and batches of P labels with K each."""
+"""Samples by class: draws with a proportion for each class, and batches of P labels with K samples each."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class Classes:
     """Which samples have which label.
 
     Attributes:
-        labels: Each label once: sorted if labels can be compared, otherwise in the order of their first samples.
-        codes: Each sample's label, as its number in ``labels``, in the shape ``(samples,)``.
+        labels: Each label once, sorted if labels can be compared, otherwise in the order of their first samples.
+        codes: The number of each sample's label in ``labels``, in the shape ``(samples,)``.
 
     Examples:
         >>> classes = Classes.of("labels", ["dog", "cat", "dog"])
@@ -41,14 +41,15 @@ class Classes:
 
     @classmethod
     def of(cls, name: str, labels: "Labels | Classes") -> Self:
-        """Number the labels, unless they are numbered already.
+        """Number the labels, unless ``labels`` are numbered already.
 
         Args:
             name: The name of the labels in error messages.
             labels: Each sample's label.
 
         Raises:
-            SamplerError: There are no labels, they are no flat sequence, or one is not hashable or not equal to itself.
+            SamplerError: There are no labels, or no flat sequence of labels; or a label is not hashable or not equal to
+                itself.
         """
         if isinstance(labels, cls):
             return labels
@@ -85,13 +86,13 @@ class Classes:
 
 
 def _plain(label: Any) -> Any:
-    """Return a scalar of numpy's or torch's as the Python object that equals it."""
+    """Return a scalar of numpy or torch as the equal Python object."""
     is_scalar = isinstance(label, np.generic) or (isinstance(label, torch.Tensor) and label.numel() == 1)
     return label.item() if is_scalar else label
 
 
 def _require_shared(name: str, labels: list[Any]) -> None:
-    """Raise SamplerError if no two samples can have a label, as they can't share one that differs from itself."""
+    """Raise SamplerError if no two samples can share a label, because it is not hashable or not equal to itself."""
     for label in labels:
         try:
             is_shared = not isinstance(label, torch.Tensor) and hash(label) is not None and bool(label == label)
@@ -105,7 +106,7 @@ def _require_shared(name: str, labels: list[Any]) -> None:
 
 
 def _numbered(labels: list[Hashable]) -> tuple[list[Hashable], npt.NDArray[np.int64]]:
-    """Return each label once, and each sample's number among these."""
+    """Return each label once, and the number of each sample's label among them."""
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
     codes = np.fromiter((numbers[label] for label in labels), np.int64, len(labels))
     try:
@@ -118,7 +119,7 @@ def _numbered(labels: list[Hashable]) -> tuple[list[Hashable], npt.NDArray[np.in
 
 
 def _taken_from(order: npt.NDArray[np.integer[Any]], positions: Positions) -> npt.NDArray[np.int64]:
-    """Return the items at some positions of an order, which may hold them in fewer bytes."""
+    """Return the items at some positions of an order, whose integers may have fewer bytes."""
     return np.take(order, positions, axis=0).astype(np.int64)
 
 
@@ -126,20 +127,20 @@ class WeightedClassSampler(KeyedSampler[int]):
     """Draw indices with an exact proportion for each class, and uniformly within a class.
 
     A class of weight w gets ``length * w / sum(weights)`` draws. These numbers are rounded, each by less than one, so
-    that they sum to ``length``. If a class has enough samples, none comes twice. Otherwise each comes as often as the
-    others or once more, and chance decides which. ``WeightedRandomSampler`` draws each index independently: if it draws
-    from a class as often as the class has samples, it leaves out 37 % of them on average.
+    that they sum to ``length``. If a class has enough samples, no sample comes twice. Otherwise each sample comes as
+    often as the others or once more, by chance. ``WeightedRandomSampler`` draws each index independently: if it draws
+    from a class as often as the class has samples, it leaves out 37 % of the samples on average.
 
     Args:
         labels: Each sample's label, of any hashable type: a list, array or tensor.
         weights: Each label's weight, on any scale: a mapping, or a sequence for the labels 0, 1, 2 and so on.
         length: How many indices an epoch has.
-        seed: Every epoch's order follows from it and the epoch's number.
-        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
+        seed: Every epoch's order follows from the seed and the epoch's number.
+        generator: If there is no seed, each pass draws one number from this generator, or else from torch's global one.
 
     Raises:
-        SamplerError: A label has no weight or a weight no label, weights are negative, not finite or all zero, or
-            an argument is of another kind.
+        SamplerError: A label has no weight or a weight no label, weights are negative, not finite or all zero, or an
+            argument has a wrong type.
 
     Examples:
         >>> sampler = WeightedClassSampler(["cat"] * 8 + ["dog"] * 2, {"cat": 1, "dog": 2}, length=9, seed=0)
@@ -178,7 +179,7 @@ class WeightedClassSampler(KeyedSampler[int]):
             {'cat': 5, 'dog': 5}
         """
         n = whole("n", n, 1, "it is the number of indices of every class in an epoch")
-        classes: Any = Classes.of("labels", labels)  # which numbers them once
+        classes: Any = Classes.of("labels", labels)  # number the labels only once
         weights = dict.fromkeys(classes.labels, 1)
         return cls(classes, weights, n * len(weights), seed=seed, generator=generator)
 
@@ -225,9 +226,9 @@ class WeightedClassSampler(KeyedSampler[int]):
 
 
 def _evenly(rng: np.random.Generator, members: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """Draw ``count`` members, each as often as the others or once more, in no random order."""
+    """Draw ``count`` members, each as often as the others or once more; their order is not random."""
     times, rest = divmod(count, len(members))
-    # Draw those that come once more, or those that do not: the fewer are faster.
+    # Draw the members that come once more, or the members that do not, whichever are fewer: this is faster.
     few = rng.choice(len(members), min(rest, len(members) - rest), replace=False, shuffle=False)
     once_more = members[few] if 2 * rest <= len(members) else np.delete(members, few)
     return np.concatenate([np.tile(members, times), once_more])
@@ -256,13 +257,13 @@ def _exact(weight: Any) -> Fraction | None:
         return None
     try:
         exact = Fraction(weight)
-    except (OverflowError, ValueError):  # not finite, or no number
+    except (OverflowError, ValueError):  # not finite, or not a number
         return None
     return exact if exact >= 0 else None
 
 
 def _by_label(weights: Any) -> dict[Hashable, Any]:
-    """Return the weights that were given, by label, or raise SamplerError."""
+    """Return the weights by label, or raise SamplerError."""
     if isinstance(weights, Mapping):
         pairs = list(weights.items())
     elif isinstance(weights, torch.Tensor | np.ndarray) and weights.ndim:
@@ -280,7 +281,7 @@ def _by_label(weights: Any) -> dict[Hashable, Any]:
 def _largest_remainder(weights: list[Fraction], length: int) -> list[int]:
     """Round ``length * weight / sum(weights)`` to whole numbers that sum to ``length``.
 
-    The largest remainders are rounded up; where remainders are equal, the first ones.
+    The largest remainders are rounded up; of equal remainders, the first.
     """
     total = sum(weights)
     quotas = [length * weight / total for weight in weights]
@@ -291,31 +292,31 @@ def _largest_remainder(weights: list[Fraction], length: int) -> list[int]:
     return counts
 
 
-# How many rows of instances are drawn at once: more do not fit in the processor's caches.
+# How many rows of instances are drawn at once: more rows do not fit in the processor's caches.
 _ROWS = 2**12
-# The largest k for which each instance is compared with each other: for more, the square of k takes too long.
+# The largest k for which each instance is compared with each other: for a larger k, k**2 comparisons take too long.
 _MOST_COMPARED = 256
 
 
 class PKBatchSampler(KeyedSampler[list[int]]):
-    """Make batches of p labels with k instances each, as metric learning needs them to find positives and negatives.
+    """Make batches of p labels with k instances each, in which metric learning finds positives and negatives.
 
     Every label comes once in an epoch. If p does not divide the number of labels, the last batch is filled up with
-    labels that have come before. With ``num_batches``, labels come round after round, in a new order each time, and
-    each as often as the others or once more. Instances are chosen uniformly for each batch, and none comes twice in it.
-    If a label has fewer than k, each comes as often as the others or once more.
+    labels that have come before. With ``num_batches``, labels come round after round, each round in a new order, so
+    each label comes as often as the others or once more. Instances are chosen uniformly for each batch, and no instance
+    comes twice in a batch. If a label has fewer than k instances, each comes as often as the others or once more.
 
     Args:
         labels: Each sample's label, of any hashable type: a list, array or tensor.
         p: How many labels a batch has.
         k: How many instances of each label a batch has.
         num_batches: How many batches an epoch has, such as ``len(labels) // (p * k)`` to draw as many samples as there
-            are. Default: as many as have every label once.
-        seed: Every epoch's batches follow from it and the epoch's number.
-        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
+            are. Default: the number in which every label comes once.
+        seed: Every epoch's batches follow from the seed and the epoch's number.
+        generator: If there is no seed, each pass draws one number from this generator, or else from torch's global one.
 
     Raises:
-        SamplerError: There are fewer than p labels, or an argument is of another kind.
+        SamplerError: There are fewer than p labels, or an argument has a wrong type.
 
     Examples:
         >>> labels = ["a", "a", "a", "b", "b", "b", "c"]
@@ -366,15 +367,15 @@ class PKBatchSampler(KeyedSampler[list[int]]):
 
 
 def _rounds(rng: np.random.Generator, labels: int, places: int, p: int) -> npt.NDArray[np.integer]:
-    """Return labels round after round: each once a round, and none twice in a batch of p."""
+    """Return labels round after round: each label once in a round, and no label twice in a batch of p."""
     if places < labels + p:
-        return np.resize(rng.permutation(labels), places)  # resize() begins again where the round ends
+        return np.resize(rng.permutation(labels), places)  # resize() repeats the permutation
     number = -(-places // labels)
     rounds = rng.permuted(np.tile(np.arange(labels, dtype=smallest(labels)), (number, 1)), axis=1)
-    period = p // gcd(labels, p)  # after this many rounds, one begins where a batch does
+    period = p // gcd(labels, p)  # after this many rounds, a round begins with a batch
     if period > 1:
-        # Elsewhere it begins in a batch with the last labels of the round before. So let a row be indices into the row
-        # before, and let the first ones that are not among the last there come first.
+        # Any other round begins within a batch, after the last labels of the round before. So let a row be indices into
+        # the row before, and move to its beginning the first indices that are not among those last labels.
         held = (np.arange(number) * labels % p)[:, None]
         is_new = rounds < labels - held
         comes_first = is_new & (np.cumsum(is_new, axis=1) <= p - held)
@@ -389,7 +390,7 @@ def _rounds(rng: np.random.Generator, labels: int, places: int, p: int) -> npt.N
 def _instances(rng: np.random.Generator, sizes: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.integer]:
     """Draw k instances from ``range(size)`` for each size, as evenly as possible.
 
-    They are all different if the size allows it. Otherwise each comes as often as the others or once more.
+    The instances are all different if the size allows it. Otherwise each comes as often as the others or once more.
 
     Returns:
         A row for each size, in the shape ``(sizes, k)``.
@@ -410,7 +411,7 @@ def _instances(rng: np.random.Generator, sizes: npt.NDArray[np.int64], k: int) -
 
 def _floyd(rng: np.random.Generator, sizes: npt.NDArray[np.integer], k: int) -> npt.NDArray[np.integer]:
     """Draw a column of instances for each size, by Floyd's algorithm on all columns at once."""
-    # The first `fresh` elements of a column are drawn; the others go through the whole range.
+    # The first `fresh` elements of a column are drawn; the other elements run through the whole range.
     fresh = np.where(sizes < k, k % sizes, k).astype(sizes.dtype)
     picks = np.empty((k, len(sizes)), sizes.dtype)
     few = np.flatnonzero(sizes < k)

@@ -1,4 +1,4 @@
-"""Batches of samples that go together: of one group, of alike aspect ratios, or of similar lengths."""
+"""Batches of samples of the same group, of similar aspect ratios, or of similar lengths."""
 
 import operator
 import sys
@@ -39,7 +39,7 @@ class Batches:
 
     Attributes:
         items: The samples of all batches.
-        bounds: Where each batch begins among them and where it ends, in the shape ``(batches, 2)``.
+        bounds: Where each batch begins and ends in ``items``, in the shape ``(batches, 2)``.
 
     Examples:
         >>> batches = Batches(np.array([7, 8, 9]), _cut(np.array([3]), 2))
@@ -59,24 +59,24 @@ class Batches:
 
 
 class GroupedBatchSampler(Sampler[list[int]]):
-    """Make batches of one group each, from a sampler whose order is kept.
+    """Make batches of a single group each, from a sampler whose order is kept.
 
     The samples of a group stay in the sampler's order, and the batches come in the order of their first samples. Every
     epoch of the sampler is drawn at once.
 
     If the sampler's epochs have different indices, as with replacement, the number of batches differs between epochs.
-    ``len()`` is then that of the running pass or, between passes, of the next one, which a copy of the sampler draws.
-    This is right if the order follows from a seed or an epoch, in a patched loader, and if nobody else draws from the
-    sampler's generator in between. An unpatched ``DataLoader`` does draw from it, for its workers' seed.
+    ``len()`` is then the number of the running pass or, between passes, of the next pass, which a copy of the sampler
+    draws. This number is right if the order follows from a seed or an epoch, in a patched loader, and if no other code
+    draws from the sampler's generator in between. An unpatched ``DataLoader`` draws from it for its workers' seed.
 
     Args:
-        sampler: Gives indices into ``group_ids``: a sampler, or any iterable that ends.
+        sampler: A sampler of indices into ``group_ids``, or any finite iterable of them.
         group_ids: Each dataset sample's group, of any hashable type.
         batch_size: How many samples a batch has.
         drop_uneven: Whether to leave out batches with fewer samples, which the end of a group may make.
 
     Raises:
-        SamplerError: ``group_ids`` is empty, an argument is of another kind, or, while drawing, an index has no group.
+        SamplerError: ``group_ids`` is empty, an argument has a wrong type, or, while drawing, an index has no group.
 
     Examples:
         >>> list(GroupedBatchSampler(range(7), group_ids="aabbaba", batch_size=2))
@@ -85,7 +85,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
         [[0, 1], [2, 3], [4, 6]]
 
     Source:
-        The order of the batches is that of maskrcnn-benchmark's ``GroupedBatchSampler``.
+        maskrcnn-benchmark's ``GroupedBatchSampler`` has the same order of batches.
     """
 
     def __init__(self, sampler: Iterable[int], group_ids: Labels, batch_size: int, drop_uneven: bool = False) -> None:
@@ -105,7 +105,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
 
     @property
     def drop_last(self) -> bool:
-        """``drop_uneven``, by torch's name for it."""
+        """``drop_uneven``, by torch's name."""
         return self.drop_uneven
 
     @property
@@ -116,16 +116,16 @@ class GroupedBatchSampler(Sampler[list[int]]):
 
     @property
     def has_random_access(self) -> bool:
-        """Whether any part of any epoch can be looked up, which needs one of these samplers with a seed inside."""
+        """Whether any part of any epoch can be looked up: the wrapped sampler is one of this package's, with a seed."""
         return self._keyed is not None
 
     @property
     def _keyed(self) -> KeyedSampler[int] | None:
-        """The wrapped sampler, if epochs can be looked up in it."""
+        """The wrapped sampler, if its epochs can be looked up."""
         return self.sampler if is_random_access(self.sampler) and isinstance(self.sampler, KeyedSampler) else None
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the wrapped sampler's next one."""
+        """Make ``epoch`` the wrapped sampler's next epoch."""
         self._running = None
         tell_epoch(self.sampler, epoch)
 
@@ -161,7 +161,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
             The indices of each batch, in the order of the positions.
 
         Raises:
-            SamplerError: The wrapped sampler cannot be looked up.
+            SamplerError: The wrapped sampler has no random access.
         """
         if self._keyed is None:
             raise SamplerError(
@@ -171,7 +171,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
         return self._epoch(self._keyed, epoch)(positions)
 
     def _epoch(self, sampler: KeyedSampler[int], epoch: int) -> Batches:
-        """Return an epoch, which is drawn once however often it is looked up."""
+        """Return an epoch, which is drawn only once, even if it is looked up often."""
         if self._looked_up is None or self._looked_up[0] != epoch:
             self._looked_up = epoch, self._batches(sampler.items_at(np.arange(len(sampler)), epoch))
         return self._looked_up[1]
@@ -194,7 +194,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
         return np.take(groups, indices)
 
     def _bounds(self, group_of: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-        """Return where the batches begin and end once the samples are grouped."""
+        """Return where the batches begin and end among the grouped samples."""
         bounds = _cut(np.bincount(group_of, minlength=len(self._groups.labels)), self.batch_size)
         return bounds[bounds[:, 1] - bounds[:, 0] == self.batch_size] if self.drop_uneven else bounds
 
@@ -206,7 +206,7 @@ def _fixed_indices(sampler: Iterable[int]) -> Iterable[int] | None:
         >>> _fixed_indices(RandomSampler(range(3))), _fixed_indices(RandomSampler(range(3), replacement=True))
         (array([0, 1, 2]), None)
     """
-    # Exact types, because a subclass may give other indices.
+    # Exact types, because a subclass may yield other indices.
     if type(sampler) is RandomSampler:
         takes_all = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
         return np.arange(len(sampler.data_source)) if takes_all else None
@@ -218,7 +218,7 @@ def _fixed_indices(sampler: Iterable[int]) -> Iterable[int] | None:
 
 
 def _as_indices(drawn: Iterable[Any], name: str) -> npt.NDArray[np.integer[Any]]:
-    """Return what a sampler of this name gave as one array of integers, or raise SamplerError."""
+    """Return the indices of a sampler of this name as an array of integers, or raise SamplerError."""
     if isinstance(drawn, np.ndarray) and drawn.ndim == 1 and drawn.dtype.kind in "iu":
         return drawn
     found = drawn.tolist() if isinstance(drawn, np.ndarray) else list(drawn)
@@ -232,14 +232,14 @@ def _as_indices(drawn: Iterable[Any], name: str) -> npt.NDArray[np.integer[Any]]
 
 
 def _cut(sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
-    """Cut consecutive groups into batches; a group's last batch holds what is left.
+    """Cut consecutive groups into batches; a group's last batch has the rest.
 
     Args:
         sizes: How many samples each group has.
-        batch_sizes: How many samples make a batch: one number for each group, or one for all.
+        batch_sizes: How many samples make a batch: a number for each group, or one number for all groups.
 
     Returns:
-        Each batch's first position, and the one after its last, in the shape ``(batches, 2)``.
+        Each batch's first position, and the position after its last, in the shape ``(batches, 2)``.
 
     Examples:
         >>> _cut(np.array([5, 2]), np.array([2, 2])).tolist()
@@ -250,7 +250,7 @@ def _cut(sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64] | int)
     batch_sizes = np.clip(batch_sizes, 1, np.maximum(sizes, 1))  # so that no sum below overflows
     counts = -(-sizes // batch_sizes)
     group = np.repeat(np.arange(len(sizes)), counts)
-    number = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a batch within its group
+    number = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the batch in its group
     ends = np.cumsum(sizes)
     starts = (ends - sizes)[group] + number * batch_sizes[group]
     return np.stack([starts, np.minimum(starts + batch_sizes[group], ends[group])], axis=1)
@@ -259,10 +259,10 @@ def _cut(sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64] | int)
 class LengthBucketBatchSampler(KeyedSampler[list[int]]):
     """Make shuffled batches of samples of similar length, by a token budget or a fixed batch size.
 
-    Samples are sorted into buckets by length. In a bucket, no sample is more than ``max_padding`` shorter than the
-    longest, so at most this part of a batch is padding. Each batch comes from one bucket, and its padded tokens
-    (samples times the longest) are at most ``max_tokens``. A bucket's last batch has the rest. Every epoch shuffles the
-    samples of each bucket, and the batches; the number of batches stays the same.
+    Samples are sorted into buckets by length. In a bucket, no sample is shorter than the longest by more than the part
+    ``max_padding``, so at most this part of a batch is padding. Each batch comes from one bucket, and its padded tokens
+    (samples times the longest length) are at most ``max_tokens``. A bucket's last batch has the rest. Every epoch
+    shuffles the samples of each bucket, and the batches; the number of batches stays the same.
 
     Args:
         lengths: Each sample's length, in tokens: a list, array or tensor.
@@ -274,7 +274,7 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
 
     Raises:
         SamplerError: A sample is longer than ``max_tokens``, both or neither of ``max_tokens`` and ``batch_size`` are
-            given, or an argument is of another kind.
+            passed, or an argument has a wrong type.
 
     Examples:
         >>> lengths = [10, 3, 10, 10, 3, 3]
@@ -346,7 +346,7 @@ def _buckets(
     """
     longest_first = np.argsort(-lengths, kind="stable").astype(smallest(len(lengths)))
     values, counts = np.unique(-lengths, return_counts=True)
-    firsts = [0]  # where each bucket begins among the values
+    firsts = [0]  # the first value of each bucket
     while True:
         least = int(-values[firsts[-1]]) * (1 - max_padding)
         end = int(np.searchsorted(values, -least, side="right"))
@@ -360,13 +360,13 @@ def aspect_ratio_groups(
     heights: Sequence[float] | npt.NDArray[Any] | torch.Tensor,
     edges: Sequence[float] = (1.0,),
 ) -> npt.NDArray[np.int64]:
-    """Group pictures by the interval that their aspect ratio, width / height, lies in.
+    """Group pictures by the interval of their aspect ratio, width / height.
 
     Args:
         widths: Each picture's width, in any unit, above 0.
         heights: Each picture's height, in the same unit, above 0.
-        edges: The ratios between one interval and the next, in increasing order. An edge belongs to the upper interval.
-            With the default, upright pictures are in group 0, square and wide ones in group 1.
+        edges: The ratios that bound the intervals, in increasing order. An edge belongs to the upper interval. With the
+            default, upright pictures are in group 0, square and wide ones in group 1.
 
     Returns:
         Each picture's group, from 0 to ``len(edges)``, in the shape ``(pictures,)``.

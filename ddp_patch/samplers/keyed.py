@@ -1,4 +1,4 @@
-"""The base of these samplers, whose epochs follow from a key; checks of arguments; a scalable shuffle; iterations."""
+"""The base class of samplers whose epochs follow from a key; checks of arguments; a scalable shuffle; iterations."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, count, islice
@@ -38,7 +38,7 @@ At: TypeAlias = Callable[[Positions], Sequence[Any] | npt.NDArray[Any]]
 
 
 def whole(name: str, value: object, least: int, reason: str, bits: int | None = None) -> int:
-    """Return a whole number as an int, or raise SamplerError if it is something else, too small or too large.
+    """Return a whole number as an int; raise SamplerError if the value is no whole number, too small or too large.
 
     Args:
         name: The argument's name.
@@ -62,14 +62,14 @@ def whole(name: str, value: object, least: int, reason: str, bits: int | None = 
 
 
 def flag(name: str, value: object) -> bool:
-    """Return a bool, or raise SamplerError if the value is something else."""
+    """Return a bool; raise SamplerError if the value is no bool."""
     if not isinstance(value, bool):
         raise SamplerError(f"{name}={value!r} is neither True nor False. Pass one of them.")
     return value
 
 
 def sequence(name: str, values: Any) -> npt.NDArray[Any] | list[Any]:
-    """Return a value for each sample, as an array or a list, or raise SamplerError if they have no order."""
+    """Return the values of all samples as an array or a list; raise SamplerError if they have no order."""
     if isinstance(values, torch.Tensor):
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True)  # numpy has no bfloat16
     if isinstance(values, np.ndarray):
@@ -82,13 +82,13 @@ def sequence(name: str, values: Any) -> npt.NDArray[Any] | list[Any]:
 
 
 def positive(name: str, values: Any, kinds: str, what: str) -> npt.NDArray[Any]:
-    """Return finite numbers above 0 as one array, in the shape ``(samples,)``, or raise SamplerError.
+    """Return finite numbers above 0 as an array, in the shape ``(samples,)``, or raise SamplerError.
 
     Args:
         name: The argument's name.
         values: The argument: a sequence, array or tensor.
-        kinds: numpy's letters of the types allowed: "iu" for whole numbers, "iuf" for any.
-        what: What a value is, for the error message.
+        kinds: numpy's letters of the allowed types: "iu" for whole numbers, "iuf" for all numbers.
+        what: What a value must be, for the error message.
 
     Examples:
         >>> positive("lengths", torch.tensor([3, 5]), "iu", "a whole number above 0")
@@ -112,7 +112,7 @@ def positive(name: str, values: Any, kinds: str, what: str) -> npt.NDArray[Any]:
 
 
 def smallest(n: int) -> type[np.integer[Any]]:
-    """Return the smallest type of integers that holds ``range(n)``, which is the fastest to sort and look up.
+    """Return the smallest integer type for ``range(n)``, which is the fastest to sort and look up.
 
     Examples:
         >>> smallest(1000)
@@ -132,37 +132,37 @@ def generator_of(key: np.random.SeedSequence) -> np.random.Generator:
 
 
 class CountingSampler(Sampler[T]):
-    """A sampler that counts its own epochs: each pass that draws an item is the next one's."""
+    """A sampler that counts its own epochs: each pass that draws an item begins the next epoch."""
 
     def __init__(self) -> None:
         self.epochs: EpochCounter = EpochCounter()
 
     @property
     def epoch(self) -> int:
-        """The current epoch; before the first pass, the next one."""
+        """The current epoch; before the first pass, the next epoch."""
         return self.epochs.current
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one."""
+        """Make ``epoch`` the next epoch."""
         number = whole("epoch", epoch, 0, "an epoch's order is derived from its number")
         self.epochs.current = self.epochs.upcoming = number
 
     def _begin_epoch(self) -> int:
-        """Begin the next epoch, and return which one it is."""
+        """Begin the next epoch, and return its number."""
         self.epochs.current = self.epochs.upcoming
         self.epochs.upcoming += 1
         return self.epochs.current
 
 
 class KeyedSampler(CountingSampler[T]):
-    """A sampler whose every epoch follows from one key.
+    """A sampler whose epochs each follow from a key.
 
     The key is made of ``seed`` and the epoch. Without ``seed``, a pass draws one number from ``generator``, or from
     torch's global generator, as torch's ``RandomSampler`` does. A subclass implements ``_order`` and ``__len__``.
 
     Attributes:
-        seed: Every epoch's order follows from it; None if orders are drawn.
-        generator: A pass draws its key from it; None for torch's global generator.
+        seed: The seed from which every epoch's order follows; None if orders are drawn.
+        generator: The generator from which a pass draws its key; None for torch's global generator.
     """
 
     _block = 4096  # how many items are looked up at once, at most
@@ -192,7 +192,7 @@ class KeyedSampler(CountingSampler[T]):
         return chain.from_iterable(self._parts())
 
     def _parts(self) -> Iterator[Sequence[T]]:
-        """Yield a pass in parts, and draw nothing before the first item is asked for, as torch's samplers do."""
+        """Yield a pass in parts. Nothing is drawn before the first item is asked for, as in torch's samplers."""
         epoch = self._begin_epoch()
         if self.seed is not None:
             at = self._epoch(self.seed, epoch)
@@ -220,7 +220,7 @@ class KeyedSampler(CountingSampler[T]):
             array of the shape ``(positions, batch_size)`` or as a list of lists.
 
         Raises:
-            SamplerError: There is no ``seed``, so an epoch's number does not say its order.
+            SamplerError: There is no ``seed``, so an epoch's order does not follow from its number.
         """
         if self.seed is None:
             raise SamplerError(
@@ -237,11 +237,11 @@ class KeyedSampler(CountingSampler[T]):
 
 
 _ROUNDS = 8
-# Up to this n a table holds the permutation, because a Feistel network of so few bits does not look random.
+# Up to this n, a table has the permutation, because a Feistel network of so few bits does not look random.
 _TABLE = 2**16
-# How many positions are computed at once: more do not fit in the processor's caches.
+# How many positions are computed at once: more positions do not fit in the processor's caches.
 _CHUNK = 2**16
-# The multipliers of splitmix64's finaliser, which is the round function.
+# The multipliers of the round function, splitmix64's finaliser.
 _MULTIPLY = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
@@ -250,7 +250,7 @@ class Permutation:
 
     Args:
         n: How many numbers are permuted, from 0 to 2**63 - 1.
-        key: Chooses the permutation; the same key gives the same one.
+        key: Chooses the permutation; the same key chooses the same permutation.
 
     Examples:
         >>> shuffled = Permutation(10**12, np.random.SeedSequence(7))
@@ -261,7 +261,7 @@ class Permutation:
         [0, 1, 2, 3, 4]
 
     Source:
-        A Feistel network over the smallest power of two that holds n, applied again until it falls below n (cycle
+        A Feistel network over the smallest power of two of at least n, applied until the result is below n (cycle
         walking): Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. That such networks shuffle
         well is shown by Mitchell, Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs", 2021. The
         round function is splitmix64's finaliser: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
@@ -327,7 +327,7 @@ class ScalableRandomSampler(KeyedSampler[int]):
         generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
-        SamplerError: ``n`` is no such number, or ``seed`` and ``generator`` are both given.
+        SamplerError: ``n`` is out of range, or ``seed`` and ``generator`` are both passed.
 
     Examples:
         >>> sampler = ScalableRandomSampler(10**12, seed=0)
@@ -336,7 +336,7 @@ class ScalableRandomSampler(KeyedSampler[int]):
         True
     """
 
-    _block = 2**16  # the permutation takes some hundred numpy calls for however few positions
+    _block = 2**16  # the permutation makes some hundred numpy calls, even for few positions
 
     def __init__(self, n: int, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(seed, generator)
@@ -350,26 +350,26 @@ class ScalableRandomSampler(KeyedSampler[int]):
 
 
 class IterationBatchSampler(CountingSampler[list[int]]):
-    """Yield a fixed number of batches, from as many epochs of a batch sampler as that takes.
+    """Yield a fixed number of batches, from as many epochs of a batch sampler as needed.
 
     Before each epoch, the wrapped samplers that have a ``set_epoch`` get the epoch's number. A stopped training resumes
-    at the batch that would have come next. If the wrapped batch sampler can be looked up, as those of
-    ``ddp_patch.samplers`` with a seed can, the epochs before are skipped. Otherwise they are drawn again, so the
-    generators they are drawn from must be in the states in which the training began.
+    at the batch that would have come next. If the wrapped batch sampler has random access, as samplers of
+    ``ddp_patch.samplers`` with a seed have, the epochs before are skipped. Otherwise these epochs are drawn again, so
+    their generators must be in the states in which the training began.
 
     One pass is one training, and its number is this sampler's epoch. No two trainings share an epoch of the wrapped
     samplers.
 
-    In a patched loader, all ranks together get ``num_iterations`` batches. For as many steps on each rank, multiply by
-    the number of ranks.
+    In a patched loader, all ranks together get ``num_iterations`` batches. If each rank is to make N steps, pass N
+    times the number of ranks.
 
     Args:
         batch_sampler: A batch sampler, or any iterable of batches that can be iterated again.
-        num_iterations: How many iterations the training has, those before ``start_iteration`` included.
+        num_iterations: How many iterations the training has, including the iterations before ``start_iteration``.
         start_iteration: The first iteration, from 0.
 
     Raises:
-        SamplerError: ``start_iteration`` is past ``num_iterations``, an argument is of another kind, or, while drawing,
+        SamplerError: ``start_iteration`` is past ``num_iterations``, an argument has a wrong type, or, while drawing,
             an epoch has no batch.
 
     Examples:
@@ -402,9 +402,9 @@ class IterationBatchSampler(CountingSampler[list[int]]):
         yield from islice(self._batches(self._begin_epoch(), self.start_iteration), len(self))
 
     def _batches(self, training: int, left_out: int) -> Iterator[list[int]]:
-        """Yield a training's batches without end, and leave out the first ones."""
+        """Yield a training's batches without end, without the first ``left_out`` batches."""
         sampler: Any = self.batch_sampler
-        # Every epoch has a batch at least, so a training needs at most `num_iterations` epochs.
+        # Every epoch has at least one batch, so a training needs at most `num_iterations` epochs.
         for epoch in count(training * self.num_iterations):
             tell_epoch(sampler, epoch)
             if is_random_access(sampler) and 0 < len(sampler) <= left_out:

@@ -1,4 +1,4 @@
-"""Windows over a time series."""
+"""Windows over a time series: a sampler of their starts, and a dataset."""
 
 from array import array
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ class WindowSampler(KeyedSampler[int]):
 
     Windows follow each other at ``stride`` and wrap round at the end of the series. With the default stride an epoch
     sees every point once, and a few points twice if the window does not divide the series. Every point is equally
-    likely to be one of these, and to be anywhere in its window.
+    likely to come twice, and equally likely to have any position in its window.
 
     Args:
         size: How many points the series has, less than 2**62.
         window: How many points a window has.
-        stride: How many points lie from one window's start to the next one's; by default ``window``.
-        shuffle: Whether the windows come in a random order. Otherwise they come in the order of the series.
+        stride: How many points lie between the starts of two successive windows. Default: ``window``.
+        shuffle: Whether the windows come in a random order, or in the order of the series.
         seed: Every epoch's order follows from it and the epoch's number.
         generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
-        SamplerError: The window or the stride is longer than the series, or an argument is of another kind.
+        SamplerError: The window or the stride is longer than the series, or an argument has a wrong type.
 
     Examples:
         >>> sampler = WindowSampler(size=10, window=3, shuffle=False, seed=0)
@@ -74,13 +74,13 @@ class WindowSampler(KeyedSampler[int]):
 
 
 class WindowDataset(Dataset[Any]):
-    """A dataset of windows: an index gives the window that begins there, and wraps round at the end.
+    """A dataset of windows: an index returns the window that begins there, and wraps round at the end.
 
     A window that does not wrap is a slice of the data, and a view without a copy if the data is an array or a tensor. A
     window that wraps has the same type. The windows of a ``range`` are lists.
 
     Args:
-        data: A sequence, an array (memory-mapped ones too) or a tensor, with time as its first dimension.
+        data: A sequence, an array (also memory-mapped) or a tensor, with time as its first dimension.
         window: How many points a window has.
 
     Raises:
@@ -112,7 +112,7 @@ class WindowDataset(Dataset[Any]):
 
 
 def _points(part: Any) -> Any:
-    """Return a slice of the data, and a range as a list, because a window that wraps is no range."""
+    """Return a slice of the data; of a range, a list, because a window that wraps is no range."""
     return list(part) if isinstance(part, range) else part
 
 
