@@ -1,4 +1,4 @@
-"""Follow torchft's quorum: replicas come and go, and each sample of an epoch comes once in the committed steps."""
+"""Share a loader by torchft's quorum: replicas come and go, and committed steps have each sample of an epoch once."""
 
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar, Unpack
@@ -21,25 +21,25 @@ T = TypeVar("T")
 
 
 class QuorumLoader(Generic[T]):
-    """Gives each replica its share of the next global batch, over those that take part in torchft's step.
+    """Returns each replica's share of the next global batch, among the replicas in torchft's step.
 
-    A step that is not committed is given again, to whoever takes part then. A replica that joins gets the position with
-    the rest of torchft's state. So each sample of an epoch comes once in the committed steps; in the last step of an
-    epoch, padding fills the batches up, and weighs 0.
+    The samples of a step that is not committed come again in the next one, for the replicas that take part then. A
+    replica that joins gets the position with the rest of torchft's state. So each sample of an epoch comes once in the
+    committed steps. In the last step of an epoch, padding fills the batches up, and weighs 0.
 
     Each replica takes batches of the loader's own size, so the global batch grows and shrinks with the quorum. With
-    ``share="within_batches"`` it stays: each batch of one process is divided over the replicas, and with the weights
-    the committed steps train what one process trains.
+    ``share="within_batches"``, the global batch stays the same: each batch of one process is divided over the replicas,
+    and with the weights the committed steps train what one process trains.
 
     Args:
-        manager: torchft's manager, made with ``use_async_quorum=False`` or ``init_sync=False``: else torchft throws
-            away the gradients of all replicas but one in the first step.
+        manager: torchft's manager, made with ``use_async_quorum=False`` or ``init_sync=False``. Otherwise torchft
+            throws away the gradients of all replicas but one in the first step.
         loader: The finished loader, which is not patched; built alike on every replica.
-        name: Names the position in torchft's state, if a manager has several loaders.
+        name: The name of the position in torchft's state, if a manager has several loaders.
         device: Where the manager's process group reduces tensors: ``"cpu"`` with gloo, ``"cuda"`` with NCCL.
-        options: The keywords of ``patch_dataloader_to_ddp``. Those that say which rank of how many this is
-            (``device_mesh``, ``process_group``, or ``rank`` and ``num_replicas``) are about the ranks within this
-            replica; default: all of the process group, if there is one.
+        options: The keywords of ``patch_dataloader_to_ddp``. The keywords ``device_mesh``, ``process_group``, ``rank``
+            and ``num_replicas`` are about the ranks within this replica. Default: all ranks of the process group, if
+            there is one.
 
     Raises:
         InvalidOptionError: An option cannot be kept when replicas come and go: ``share="by_worker"``, or
@@ -70,15 +70,15 @@ class QuorumLoader(Generic[T]):
         return self._loader.epoch(self._manager.current_step())
 
     def next_batch(self) -> tuple[T, torch.Tensor]:
-        """Return this replica's batch of the step whose quorum was started, and a weight for each of its samples.
+        """Return this replica's batch of the started step, and a weight for each of its samples.
 
-        Let ``loss = (loss_per_sample * weights).sum()``: torchft averages the gradients over the replicas. All weights
-        are 0 on a replica that is healed or is a spare: torchft does not count its gradients.
+        Let ``loss = (loss_per_sample * weights).sum()``: torchft averages the gradients over the replicas. On a replica
+        that is healed or is a spare, all weights are 0, and torchft does not count its gradients.
 
         Raises:
-            InvalidOptionError: No quorum was started; or torchft would throw away some replica's gradients.
-            RankMismatchError: The replicas have other loaders, or stand at other places; all of them raise it.
-            DDPPatchError: What ``restore_loader`` and ``iter_with_weights`` raise.
+            InvalidOptionError: No quorum was started; or torchft would throw away a replica's gradients.
+            RankMismatchError: The replicas have different loaders or positions; every replica raises this error.
+            DDPPatchError: Any error of ``restore_loader`` or ``iter_with_weights``.
         """
         rank, replicas = self._manager.participating_rank(), self._manager.num_participants()
         if not replicas:
@@ -90,7 +90,7 @@ class QuorumLoader(Generic[T]):
         return batch, weights * (rank is not None)
 
     def _share(self, rank: int, replicas: int) -> tuple[int, int]:
-        """Return which share this process takes, and of how many, as one rank of a replica."""
+        """Return the number of this process's share, and the number of shares, over all ranks of all replicas."""
         within = self._within
         return rank * within.num_replicas + within.rank, replicas * within.num_replicas
 
@@ -99,7 +99,7 @@ class QuorumLoader(Generic[T]):
         return self._loader.state(self._manager.current_step())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at a position: torchft calls it on a replica that heals; call it when you resume from a checkpoint.
+        """Go on at a position. torchft calls this on a replica that heals; call it to resume from a checkpoint.
 
         Raises:
             StateError: The state is damaged, or of another loader.
@@ -108,13 +108,13 @@ class QuorumLoader(Generic[T]):
         self._loader.load(state_dict, self._manager.current_step(), *share)
 
     def _compare(self, rank: int | None, replicas: int) -> None:
-        """Tell replicas that would take other batches than the rest; torchft counts zeros for one that is healed."""
+        """Raise an error if replicas would take different batches; for a replica that is healed, torchft sums zeros."""
         manager, step = self._manager, self._manager.current_step()
         said = torch.zeros(2, replicas, dtype=torch.int64, device=self._device)
         if rank is not None:
             said[:, rank] = torch.tensor(self._loader.numbers(step), device=self._device)
         manager.allreduce(said, reduce_op=ReduceOp.SUM).wait()
-        if manager.errored() is not None:  # then this step is not committed
+        if manager.errored() is not None:  # this step is not committed
             return
         loaders, places = said.tolist()
         if not all(places):
@@ -130,7 +130,7 @@ class QuorumLoader(Generic[T]):
                 raise RankMismatchError(
                     f"The replicas have other {what} in step {step}, so samples would be lost or repeated. Alike are, "
                     f"of {replicas}: {kinds}. This one is {rank}, at epoch {state['epoch']}, seed {state['seed']}, "
-                    f"taken {state['parts']}. Build the loader alike on every replica, and call next_batch() once "
+                    f"taken {state['taken']}. Build the loader alike on every replica, and call next_batch() once "
                     "a step."
                 )
 
