@@ -116,7 +116,7 @@ class ElasticLoader(Generic[T]):
 
         Raises:
             NoStepsError: The epoch has no step for so many replicas.
-            DDPPatchError: What ``restore_loader`` and ``iter_with_weights`` raise.
+            DDPPatchError: Any error of ``restore_loader`` or ``iter_with_weights``.
         """
         self._state = self.state(step)
         shared_by, goes_on = (rank, num_replicas), self._step is not None and step == self._step + 1

@@ -1,4 +1,4 @@
-"""What a framework needs beyond a patched loader: one module for each that needs anything, which imports it.
+"""What frameworks need beyond a patched loader. Each module is for one framework, and imports it.
 
 Nothing in this package imports these modules.
 """

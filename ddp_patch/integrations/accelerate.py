@@ -1,4 +1,4 @@
-"""Let accelerate treat a patched loader like its own, except that it won't shard it again."""
+"""Let accelerate treat a patched loader like its own loaders, without sharding it again."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoader[T]:
-    """Prepare a patched loader as ``accelerator.prepare`` prepares others, without sharding it again.
+    """Prepare a patched loader as ``accelerator.prepare`` prepares other loaders, without sharding it again.
 
-    Batches come on the accelerator's device, and gradient accumulation sees where an epoch ends.
+    Batches are moved to the accelerator's device, and gradient accumulation notices the end of an epoch.
     ``accelerator.prepare`` itself does neither: it returns a patched loader unchanged.
 
     With ``DataLoaderConfiguration(use_stateful_dataloader=True)``, ``save_state`` and ``load_state`` also save and
@@ -31,12 +31,12 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
     ``accelerator.gather_for_metrics`` returns each sample once, as ``gather_step`` does.
 
     Args:
-        accelerator: Its device and settings are used.
+        accelerator: The accelerator, whose device and settings are used.
         loader: What ``patch_dataloader_to_ddp`` returned.
 
     Returns:
         A loader around ``loader``, which ``accelerator.prepare`` returns unchanged. For an unpatched loader in a single
-        process, whatever ``accelerator.prepare`` returns.
+        process, the loader that ``accelerator.prepare`` returns.
 
     Raises:
         NotPatchedError: There are several processes, and the loader is not patched.
@@ -55,15 +55,15 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
 
 
 def _gathered(accelerator: Accelerator, input_data: Any, use_gather_object: bool = False) -> Any:
-    """Stand for ``accelerator.gather_for_metrics``, which cannot tell which rows of a patched loader are padding."""
+    """Replace ``accelerator.gather_for_metrics``, which cannot know the padding of a patched loader."""
     loader = accelerator.gradient_state.active_dataloader
     if isinstance(loader, _Prepared):
         return loader.gathered(input_data)
     return type(accelerator).gather_for_metrics(accelerator, input_data, use_gather_object)
 
 
-class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  # accelerate is not there where types are checked
-    """An accelerate loader around a patched one; it does not count epochs by itself."""
+class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc] # types are checked without accelerate
+    """An accelerate loader around a patched loader, which counts the epochs."""
 
     def __init__(self, accelerator: Accelerator, loader: DataLoader[Any], sampler: EpochSampler[Any]) -> None:
         self._sampler = sampler
@@ -74,7 +74,7 @@ class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  
             **{ACCELERATE_NON_BLOCKING: accelerator.non_blocking},
         )
         self.base_dataloader = loader
-        # Makes `save_state` ask for our state. Not passed to __init__, which would make a loader of torchdata's.
+        # Lets `save_state` call our state_dict. Not passed to __init__, which would make a loader of torchdata's.
         self.use_stateful_dataloader = accelerator.use_stateful_dataloader
         self._batches_done = 0
 
@@ -85,27 +85,27 @@ class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  
             yield batch
 
     def gathered(self, outputs: T) -> T:
-        """Return all ranks' outputs of the step that the loop is in; accelerate has fetched the next batch already."""
+        """Return all ranks' outputs of the loop's present step; accelerate has fetched the next batch already."""
         return gather_this_step(outputs, self.base_dataloader, self._batches_done - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the batches that were yielded, one fewer than accelerate has fetched."""
+        """Return the state after the yielded batches, which are one fewer than accelerate has fetched."""
         return loader_state(self.base_dataloader, batches_done=self._batches_done)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next pass resume where a state was taken; ``len()`` stays whole, as in accelerate's loaders."""
+        """Make the next pass resume where a state was saved; ``len()`` stays a whole epoch's, as in accelerate."""
         resume_loader(self.base_dataloader, state_dict, counts_rest=False)
         self._batches_done = 0
 
     @property
     def iteration(self) -> int:
-        """The epoch of the next pass, which each pass sets."""
+        """The epoch of the next pass; accelerate sets it in each pass."""
         return self._sampler.rank_passes.epochs.upcoming
 
     @iteration.setter
     def iteration(self, epoch: int) -> None:
-        """Do nothing: the sampler counts epochs, also after it was restored."""
+        """Do nothing, because the sampler counts epochs, also after a restore."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one."""
+        """Make ``epoch`` the next epoch."""
         self._sampler.set_epoch(epoch)

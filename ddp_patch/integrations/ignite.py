@@ -1,4 +1,4 @@
-"""Patch the loader of an ignite engine, and save its position with the engine's, by one call."""
+"""Patch the loader of an ignite engine, and save the loader's position with the engine's state, by one call."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -33,13 +33,14 @@ _INSTEAD = (
 def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOptions]) -> PatchedLoader[T]:
     """Patch a loader for an ignite engine, whose checkpoints then resume mid-epoch.
 
-    The engine's ``state_dict`` then also saves the loader's position, and its ``load_state_dict`` restores it, on any
-    number of ranks; in one process pass ``rank=0, num_replicas=1``. After that, call ``engine.run(loader)`` without
-    ``max_epochs`` and ``epoch_length``: the state has them. No handler has to call ``set_epoch``. After a state that
-    was taken between an epoch's last step and its ``Events.EPOCH_COMPLETED``, the engine fires that event first.
+    The engine's ``state_dict`` then also saves the loader's position, and its ``load_state_dict`` restores the
+    position, on any number of ranks; in one process pass ``rank=0, num_replicas=1``. After loading a state, call
+    ``engine.run(loader)`` without ``max_epochs`` and ``epoch_length``: the state has them. No handler has to call
+    ``set_epoch``. If a state was saved between an epoch's last step and its ``Events.EPOCH_COMPLETED``, the engine
+    fires this event first.
 
     Args:
-        engine: The engine that trains. Its state must not be loaded yet.
+        engine: The engine that trains, before its state is loaded.
         loader: The finished loader.
         options: The keywords of ``patch_dataloader_to_ddp``.
 
@@ -50,7 +51,7 @@ def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOpt
     Raises:
         InvalidOptionError: The engine has a loader already.
         AlreadyPatchedError: Something else shards the loader, so its position could not be saved.
-        DDPPatchError: Whatever ``patch_dataloader_to_ddp`` raises.
+        DDPPatchError: Any error of ``patch_dataloader_to_ddp``.
 
     Examples:
         >>> seen = []
@@ -80,11 +81,10 @@ def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOpt
 
 
 class _SavedPosition:
-    """The two methods of an engine that save and restore its loader's position, and how many batches an epoch has.
+    """The methods of an engine that save and restore its loader's position, and the number of batches of an epoch.
 
-    An engine counts iterations, and finds the epoch and its batch in that number. On another number of ranks it counts
-    on as if these ranks had trained from the beginning: whole epochs of their length, and of this one what they would
-    have done.
+    An engine counts iterations, and computes the epoch and its batch from this count. On another number of ranks, the
+    count goes on as if these ranks had trained from the beginning, in epochs of their length.
     """
 
     def __init__(self, engine: Engine, loader: DataLoader[Any]) -> None:
@@ -96,7 +96,7 @@ class _SavedPosition:
         self._has_ended = has_ended
 
     def _plan(self) -> dict[str, Any]:
-        """Return how many batches an epoch has, or what this number depends on."""
+        """Return how many batches an epoch has; if unknown, the number of ranks and the batch size."""
         length = length_of(self._loader, [])
         if length is not None:
             return {"batches": length}
@@ -105,7 +105,7 @@ class _SavedPosition:
         return {"ranks": ranks, "batch_size": self._loader.batch_size}
 
     def state_dict(self) -> "OrderedDict[str, Any]":
-        """Return the engine's state with the loader's, or with the reason why there is none: it may never be loaded."""
+        """Return the engine's state with the loader's position, or with the reason why there is none."""
         place = None
         if isinstance(self._loader.sampler, EpochSampler):
             place = state_or_reason(self._loader, partial(loader_state, self._loader))
@@ -113,7 +113,7 @@ class _SavedPosition:
         return OrderedDict([*self._of_engine[0]().items(), *own])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load both."""
+        """Load the engine's state and the loader's position."""
         is_shared = isinstance(self._loader.sampler, EpochSampler)
         if is_shared and state_dict.get(_KEY) is None:
             raise StateError(
@@ -122,7 +122,7 @@ class _SavedPosition:
             )
         kept, here = state_dict.get(_PLAN, self._plan()), self._plan()
         of_engine = {name: value for name, value in state_dict.items() if name not in (_KEY, _PLAN, _ENDED)}
-        # An epoch_length of the user's own, which is not the loader's, stays what it is on any number of ranks.
+        # An epoch_length of the user's own, which is not the loader's, stays the same on any number of ranks.
         is_own = kept.get("batches", state_dict["epoch_length"]) != state_dict["epoch_length"]
         can_count = is_shared and "batches" in kept and "batches" in here and "max_iters" not in state_dict
         if (kept != here and not is_own and not can_count) or (not is_shared and state_dict.get(_KEY) is not None):
@@ -136,7 +136,7 @@ class _SavedPosition:
             place = state_dict[_KEY]
             done = batches_as_here(self._loader, place)
             resume_loader(self._loader, place, counts_rest=False)
-            if (upcoming := epoch_after(place)) > place["epoch"]:  # an engine goes on with a batch
+            if (upcoming := epoch_after(place)) > place["epoch"]:  # an engine begins with a batch
                 cast(Any, self._loader).set_epoch(upcoming)
                 done = 0
             if can_count and not is_own:
@@ -149,13 +149,13 @@ class _SavedPosition:
             self._end_epoch_first()
 
     def _end_epoch_first(self) -> None:
-        """Have the engine fire the event of an epoch's end when it starts, as it would have after its last step."""
+        """Let the engine fire the event of an epoch's end when it starts, because the saved engine had not fired it."""
         state = self._engine.state
         loaded = {"iteration": state.iteration, "epoch": state.epoch}
 
         def end_epoch(engine: Any) -> None:
             started.remove()
-            if engine.state.iteration != loaded["iteration"]:  # it began anew, because all epochs are done
+            if engine.state.iteration != loaded["iteration"]:  # the engine began anew, because all epochs are finished
                 vars(engine.state).update(loaded, max_epochs=loaded["epoch"])
             engine.fire_event(Events.EPOCH_COMPLETED)
 

@@ -1,4 +1,4 @@
-"""Let this package shard the loaders of Lightning's Trainer, by one callback."""
+"""A callback by which this package shards the loaders of Lightning's Trainer."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,14 +31,14 @@ from ddp_patch.wrappers import alone, with_mesh
 __all__ = ["PatchDataLoaders"]
 
 _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
-# These change training only: evaluation takes each sample, in batches as they are.
+# Options for training loaders only: evaluation takes each sample, in the loader's own batches.
 _OF_TRAINING = {"cost", "share", "uneven"}
 _PLAN = "ddp_patch_plan"
 _INSTEAD = "or resume from a checkpoint that was taken at the end of an epoch."
 
 
 class _Resumed(NamedTuple):
-    """What a mid-epoch checkpoint says: how many batches were done, of how many, on how many ranks; and the states."""
+    """A mid-epoch checkpoint: how many batches were finished, of how many, on how many ranks; the loaders' states."""
 
     done: int
     planned: float | None
@@ -46,29 +46,30 @@ class _Resumed(NamedTuple):
     states: Sequence[Any]
 
 
-class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not there where types are checked
-    """Patch every loader with which the Trainer trains, validates, tests or predicts: a callback.
+class PatchDataLoaders(Callback):  # type: ignore[misc] # types are checked without lightning
+    """A callback that patches every loader with which the Trainer trains, validates, tests or predicts.
 
-    It patches the loaders that you pass to ``trainer.fit`` and the like, and those that a module or data module
-    returns; also in lists, dicts and a ``CombinedLoader``. The Trainer does not shard them again, whatever
-    ``use_distributed_sampler`` says, and saves their position in its checkpoints. Anything but torch's ``DataLoader``
-    stays as it is. With ``DDPStrategy``, ``predict`` does not pad: ranks may make different numbers of steps.
+    The callback patches the loaders that you pass to ``trainer.fit`` and the like, and the loaders that a module or
+    data module returns; also in lists, dicts and a ``CombinedLoader``. The Trainer does not shard these loaders again,
+    whatever ``use_distributed_sampler`` says, and saves their positions in its checkpoints. Loaders that are no
+    ``DataLoader`` of torch are not changed. With ``DDPStrategy``, ``predict`` does not pad: ranks may make different
+    numbers of steps.
 
-    A single process patches its training loaders alone, so that they have a position, and only if they can be patched.
-    ``trainer.fit(..., ckpt_path=...)`` resumes mid-epoch on any number of ranks, with several training loaders on as
-    many: each sample of the rest comes once, and the Trainer counts batches as if the ranks of now had made those
-    before.
+    A single process patches only its training loaders, so that they have a position, and only if they can be patched.
+    ``trainer.fit(..., ckpt_path=...)`` resumes mid-epoch on any number of ranks; with several training loaders, on the
+    same number. Each sample of the rest comes once, and the Trainer counts batches as if the present ranks had made the
+    epoch's batches before.
 
     Args:
-        options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``share`` and ``uneven`` apply to
-            training loaders only. Default of ``device_mesh``: the module's, which ``ModelParallelStrategy`` makes.
+        options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``share`` and ``uneven`` apply to training
+            loaders only. Default of ``device_mesh``: the module's mesh, which ``ModelParallelStrategy`` makes.
 
     Raises:
         InvalidOptionError: From ``trainer.fit`` and the like: the Trainer has two of these callbacks.
-        DDPPatchError: From ``trainer.fit`` and the like: whatever ``patch_dataloader_to_ddp`` raises.
-        StateError: From ``trainer.fit``: the checkpoint was taken mid-epoch and has no position of the loaders; or
-            there are other ranks now, and several training loaders, or one that has a position of its own, or
-            Lightning is older than 2.5.
+        DDPPatchError: From ``trainer.fit`` and the like: any error of ``patch_dataloader_to_ddp``.
+        StateError: From ``trainer.fit``: the checkpoint was saved mid-epoch without the positions of the loaders; or
+            the number of ranks has changed, and there are several training loaders, or a loader with a position of its
+            own, or Lightning is older than 2.5.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -91,7 +92,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         self._training: list[DataLoader[Any]] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the Trainer pass its loaders through this callback, before it asks for them."""
+        """Make the Trainer pass its loaders through this callback."""
         if sum(isinstance(callback, PatchDataLoaders) for callback in trainer.callbacks) > 1:
             raise InvalidOptionError(
                 "The Trainer has several PatchDataLoaders, and a loader can be patched only once. Pass a single one."
@@ -102,13 +103,13 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         self._resumed, self._training = None, []
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Save how the Trainer counts the batches of an epoch, and where loaders are after those it has finished."""
+        """Save how the Trainer counts an epoch's batches, and the loaders' positions after the finished batches."""
         checkpoint[_PLAN] = {"batches": trainer.num_training_batches, "ranks": trainer.world_size}
         states = lightning_place(checkpoint)[1]
         if (fetcher := lightning_fetcher(trainer)) is None or not states:
             return
         finished = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        # Until a resumed epoch goes on, the fetcher's count lacks what was done before.
+        # Until a resumed epoch goes on, the fetcher's count lacks the batches before the checkpoint.
         ahead = fetcher.fetched - (finished if fetcher.fetched >= finished else 0)
         loaders = _stateful(fetcher.combined_loader.flattened)
         own = [
@@ -117,20 +118,20 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         keep_lightning_states(checkpoint, own)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Record where a checkpoint resumes, before the Trainer looks for what one process or several have saved."""
+        """Record where a checkpoint resumes, before the Trainer loads the states of one process or of several."""
         done, states = lightning_place(checkpoint)
         plan = checkpoint.get(_PLAN, {})
         if (done or states) and trainer.state.fn == TrainerFn.FITTING:
             self._resumed = _Resumed(done, plan.get("batches"), plan.get("ranks"), states)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count the batches of a resumed epoch as the ranks of now would have made them; refuse what cannot resume."""
+        """Count a resumed epoch's batches as if the present ranks had made them; refuse if this is not possible."""
         resumed, self._resumed = self._resumed, None
         if resumed is None or not trainer.fit_loop.restarting:
             return
         fetcher = lightning_fetcher(trainer)
         loaders = [] if fetcher is None else fetcher.combined_loader.flattened
-        # Of several loaders, Lightning's mode decides which one ends the epoch: they resume on as many ranks only.
+        # Of several loaders, Lightning's mode decides which one ends the epoch, so they need the same number of ranks.
         has_place = len(loaders) == len(resumed.states) == 1 and _is_ours(loaders[0])
         fitting, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
         has_validated = progress.is_last_batch and progress.current.completed == progress.current.ready
@@ -147,7 +148,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
             iter(fetcher)
 
     def _count(self, trainer: Any, loader: Any, state: Any) -> None:
-        """Set the Trainer's count of the epoch's batches to what it would be if these ranks had made them all."""
+        """Set the Trainer's count of the epoch's batches as if these ranks had made all of them."""
         planned, progress = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress
         done = batches_as_here(loader, state)
         was_over = progress.is_last_batch and progress.current.ready == progress.current.processed
@@ -156,7 +157,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         shift = 0 if counted is None else counted - progress.current.processed
         for name in ("ready", "started", "processed", "completed"):
             setattr(progress.current, name, getattr(progress.current, name) + shift)
-        if is_over and not was_over:  # nothing is left on these ranks: as with the epoch's last batch
+        if is_over and not was_over:  # these ranks have no batch left, so do what follows the last batch
             trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _require_same(self, trainer: Any, resumed: _Resumed) -> None:
@@ -194,7 +195,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         patched = self._patched(loader, trainer, how["mode"])
         if how["mode"] == RunningStage.TRAINING and sharded_by(patched) is not None:
             self._training.append(patched)
-        # An iterable dataset has no indices to track; to predict, the Trainer would rebuild the loader without its
+        # An iterable dataset has no indices to track, and to predict, the Trainer would rebuild the loader without its
         # sampler.
         return patched if isinstance(patched.dataset, IterableDataset) else take(patched, *args, **how)
 
@@ -203,25 +204,25 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         if mode != RunningStage.TRAINING:
             options = {name: value for name, value in options.items() if name not in _OF_TRAINING}
         with warnings.catch_warnings():
-            # One process is nothing to warn of here: the group would exist by now.
+            # A single process is no mistake here: the group of several processes would exist by now.
             warnings.simplefilter("ignore", NotDistributedWarning)
             if mode == RunningStage.TRAINING and trainer.world_size == 1:
                 return _patched_alone(given, self._options)
             if mode == RunningStage.PREDICTING and _may_end_apart(trainer, given):
                 unpadded = patch_dataloader_to_ddp(given, **{**options, "uneven": "keep"})
-                # The Trainer refuses to predict where a rank has nothing to do.
+                # The Trainer refuses to predict if a rank has no batch.
                 if trainer.strategy.reduce_boolean_decision(bool(length_of(unpadded, []))):
                     return unpadded
             return patch_dataloader_to_ddp(given, **options)
 
 
 def _may_end_apart(trainer: Any, loader: DataLoader[Any]) -> bool:
-    """Return whether ranks may predict in unequal numbers of steps: DDP waits for no rank there, sharded models do."""
+    """Return whether ranks may predict in unequal numbers of steps: with DDP, no rank waits for another."""
     return type(trainer.strategy) is DDPStrategy and not isinstance(loader.dataset, IterableDataset)
 
 
 def _patched_alone(given: DataLoader[Any], options: Mapping[str, Any]) -> DataLoader[Any]:
-    """Patch a loader of the only process, so that it has a position; leave alone what cannot be patched."""
+    """Patch a loader of the only process, so that it has a position; return it unchanged if it cannot be patched."""
     chosen: Any = options if "rank" in options else alone(options)
     try:
         return patch_dataloader_to_ddp(given, **chosen)
@@ -230,15 +231,15 @@ def _patched_alone(given: DataLoader[Any], options: Mapping[str, Any]) -> DataLo
 
 
 def _is_ours(loader: object) -> bool:
-    """Return whether a loader has the position that this package gives it; some classes have another of their own."""
+    """Return whether a loader has this package's position; some classes have a position of their own."""
     return isinstance(loader, PatchedLoader) and "state_dict" in vars(loader)
 
 
 def _stateful(loaders: Sequence[Any]) -> list[Any]:
-    """Return the loaders that Lightning takes states of."""
+    """Return the loaders whose states Lightning saves."""
     return [each for each in loaders if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
 
 
 def _state(loader: DataLoader[Any], ahead: int) -> dict[str, Any]:
-    """Return a loader's state without the batches that are ahead of the loop, or why it is not known."""
+    """Return a loader's state without the batches that are ahead of the loop, or the reason why there is none."""
     return state_or_reason(loader, partial(state_on_this_rank, loader, ahead=ahead))

@@ -1,4 +1,4 @@
-"""Let Hugging Face's Trainer train on a patched loader and resume it mid-epoch, by one base class."""
+"""A base class by which Hugging Face's Trainer trains on a patched loader, and resumes mid-epoch."""
 
 import math
 from functools import partial
@@ -36,23 +36,24 @@ __all__ = ["PatchedLoadersMixin"]
 
 
 class PatchedLoadersMixin:
-    """Patch a Trainer's training loader, and resume it mid-epoch from checkpoints: a base class.
+    """A base class that patches a Trainer's training loader, and resumes mid-epoch from checkpoints.
 
-    Name it before ``Trainer``, or before a class that is derived from ``Trainer``. If there are several processes, it
-    patches what ``get_train_dataloader`` of that class returns, and accelerate won't shard it again. Checkpoints keep
-    the position in ``trainer_state.json``, and resume on any number of processes. accelerate shards the loaders of
-    ``evaluate`` and ``predict``; rows, metrics and ``eval_loss`` are those of one process.
+    Name this class before ``Trainer``, or before a class that is derived from ``Trainer``. If there are several
+    processes, the loader of the other class's ``get_train_dataloader`` is patched, and accelerate does not shard it
+    again. Checkpoints keep the position in ``trainer_state.json``, and resume on any number of processes. accelerate
+    shards the loaders of ``evaluate`` and ``predict``; rows, metrics and ``eval_loss`` are the same as in one process.
 
     Attributes:
         patch_options: The keywords of ``patch_dataloader_to_ddp``, for derived classes to set. Default of
-            ``device_mesh``: the accelerator's, if it has one.
-        patches_one_process: Whether a single process patches its loader too. Only then can several processes resume
-            its checkpoints mid-epoch; the order of its epochs is then not that of the Trainer alone.
+            ``device_mesh``: the accelerator's mesh, if it has one.
+        patches_one_process: Whether a single process patches its loader, too. Only then can several processes resume
+            its checkpoints mid-epoch. The order of its epochs then differs from the Trainer's own order.
 
     Raises:
-        DDPPatchError: From ``train``: whatever ``patch_dataloader_to_ddp`` raises.
-        StateError: From ``train``: the checkpoint has no position of this loader; or its sampler groups samples by
-            another batch size; or the Trainer's version cannot count an epoch of another number of steps.
+        DDPPatchError: From ``train``: any error of ``patch_dataloader_to_ddp``.
+        StateError: From ``train``: the checkpoint has no position of this loader; or the loader's sampler groups
+            samples by another batch size than before; or the Trainer's version cannot count epochs with another number
+            of steps.
 
     Examples:
         >>> from transformers import Trainer
@@ -63,7 +64,7 @@ class PatchedLoadersMixin:
     patch_options: ClassVar[PatchOptions] = {}
     patches_one_process: ClassVar[bool] = False
 
-    # Those of the Trainer behind it.
+    # Attributes of the Trainer.
     accelerator: Any
     args: Any
     add_callback: Any
@@ -72,12 +73,12 @@ class PatchedLoadersMixin:
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.add_callback(_LoaderPlace)
-        self._saved: TrainerState | None = None  # what a checkpoint says, while training resumes from it
+        self._saved: TrainerState | None = None  # the checkpoint's state, while training resumes from it
         self._count: _Count | None = None
-        self._rows: int | None = None  # of this rank's batch, in an evaluation
+        self._rows: int | None = None  # the rows of this rank's batch, in an evaluation
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the next class, patched if there are several processes."""
+        """Return the Trainer's own training loader, patched if there are several processes."""
         trainer: Any = super()
         is_alone = self.accelerator.num_processes == 1
         stays = is_alone and not self.patches_one_process and _kept_by(self._saved).get("place") is None
@@ -90,9 +91,9 @@ class PatchedLoadersMixin:
         return patch_dataloader_to_ddp(loader, **(alone(options) if is_alone else options))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        """Train as the next class does; from a checkpoint, continue with the batches that were left."""
+        """Train as the Trainer does; from a checkpoint, continue with the rest of the epoch's batches."""
         trainer: Any = super()
-        # A version that lacks them never calls what is put in their place.
+        # A version of transformers that lacks these methods never calls their replacements.
         begin, run_epoch = (getattr(trainer, name, _skipped) for name in (TRAINER_BEGINS, TRAINER_RUNS_EPOCH))
 
         def begun(*values: Any, **named: Any) -> tuple[int, int]:
@@ -102,7 +103,7 @@ class PatchedLoadersMixin:
         def epoch_run(*values: Any, **named: Any) -> Any:
             if self._count is not None and named["epoch"] == self._count.begun[0]:
                 named["steps_in_epoch"] = self._count.batches
-                if self._count.begun[1] == self._count.batches:  # the Trainer does so after the first step
+                if self._count.begun[1] == self._count.batches:  # the Trainer restores them only after the first step
                     getattr(self, TRAINER_RESTORES_RNG)(named["resume_from_checkpoint"])
             return run_epoch(*values, **named)
 
@@ -118,17 +119,17 @@ class PatchedLoadersMixin:
             self._saved = self._count = None
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *others: Any) -> tuple[Any, ...]:
-        """Return the next class's numbers of epochs and steps; from a checkpoint, those with the batches left."""
+        """Return the Trainer's numbers of epochs and steps; from a checkpoint, corrected for the rest of the epoch."""
         trainer: Any = super()
         values = list(trainer.set_initial_training_values(args, dataloader, *others))
         if self._saved is None or not self._saved.global_step:
             return tuple(values)
-        steps = values[1]  # of an epoch
+        steps = values[1]  # steps of an epoch
         self._count = count = _restore(self._saved, dataloader, args, steps)
         if count is None:
             return tuple(values)
-        # Steps count on from the checkpoint's, by whose number its folder is named. By so many they are ahead of what
-        # epochs of this length have.
+        # Steps count on from the checkpoint's step, whose number is in its folder's name. They are ahead of the steps
+        # of epochs of the present length by this many.
         ahead = self._saved.global_step - count.step
         if (ahead or count.batches != len(dataloader)) and not hasattr(super(), TRAINER_RUNS_EPOCH):
             raise StateError(
@@ -144,33 +145,33 @@ class PatchedLoadersMixin:
         return tuple(values)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate as the next class does, on several processes with the rows and the loss of one."""
+        """Evaluate as the Trainer does; on several processes, with the rows and the loss of one process."""
         trainer: Any = super()
         if self._shares_rows():
-            self.gather_function = self._gathered  # the Trainer puts its own back
-            if sharded_by(dataloader) is None:  # of a get_eval_dataloader that leaves accelerate out
+            self.gather_function = self._gathered  # the Trainer resets it to its own function
+            if sharded_by(dataloader) is None:  # get_eval_dataloader has not called accelerate
                 dataloader = self.accelerator.prepare(dataloader)
         return trainer.evaluation_loop(dataloader, *args, **options)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Predict as the next class does, without the rows by which accelerate fills up the last batches."""
+        """Predict as the Trainer does, without the rows with which accelerate fills up the last batches."""
         trainer: Any = super()
         self._rows = rows = find_batch_size(inputs)
         state = self.accelerator.gradient_state
         if rows is None or not self._shares_rows() or not state.end_of_dataloader or state.remainder < 1:
             return trainer.prediction_step(model, inputs, *args, **options)
-        # At least one: where all are padding, their outputs are cut off, and the model is called all the same.
+        # At least one row: the model must be called, and the outputs of padding are cut off later.
         real = min(rows, max(1, state.remainder - self.accelerator.process_index * rows))
         loss, *outputs = trainer.prediction_step(model, recursively_apply(_cut, inputs, rows, real), *args, **options)
         logits, labels = (recursively_apply(_filled, output, real, rows) for output in outputs)
         return loss, logits, labels
 
     def _shares_rows(self) -> bool:
-        """Return whether each process evaluates rows of its own."""
+        """Return whether each process evaluates different rows."""
         return self.accelerator.num_processes > 1 and getattr(self.accelerator, "torch_device_mesh", None) is None
 
     def _gathered(self, outputs: Any) -> Any:
-        """Return all ranks' outputs: the Trainer repeats a loss for as many rows as a whole batch has."""
+        """Return all ranks' outputs, without the repeats of a loss that the Trainer adds to fill a whole batch."""
         return self.accelerator.gather_for_metrics(recursively_apply(_limited, outputs, self._rows))
 
 
@@ -183,19 +184,19 @@ def _limited(value: torch.Tensor, rows: int | None) -> torch.Tensor:
 
 
 def _filled(value: torch.Tensor, real: int, rows: int) -> torch.Tensor:
-    """Return as many rows as other ranks have, by the last one again."""
+    """Return as many rows as other ranks have, by repeating the last row."""
     if not value.ndim or len(value) != real:
         return value
     return torch.cat([value, value[-1:].expand(rows - real, *value.shape[1:])])
 
 
 class _Count(NamedTuple):
-    """How a Trainer counts on after a checkpoint.
+    """The counts with which a Trainer goes on after a checkpoint.
 
     Attributes:
-        step: The step at which it would be if all epochs had as many steps as now.
-        begun: The epoch, and how many of its batches it takes for done: whole steps.
-        batches: How many batches that epoch then has.
+        step: The number of the step, if all epochs had as many steps as now.
+        begun: The epoch, and how many of its batches count as finished, in whole steps.
+        batches: How many batches this epoch then has.
     """
 
     step: int
@@ -204,14 +205,14 @@ class _Count(NamedTuple):
 
 
 def _saved_in(checkpoint: Any, folder: str) -> TrainerState | None:
-    """Return the state that a checkpoint has, if there is one; ``True`` is the latest in a folder."""
+    """Return the state in a checkpoint, if there is one; ``True`` means the latest checkpoint in the folder."""
     found = get_last_checkpoint(folder) if checkpoint is True else checkpoint
     path = Path(found, TRAINER_STATE) if found else None
     return None if path is None or not path.is_file() else TrainerState.load_from_json(str(path))
 
 
 def _kept_by(state: TrainerState | None) -> dict[str, Any]:
-    """Return what the callback kept in a checkpoint; nothing if it was not there."""
+    """Return the callback's values in a checkpoint; an empty dict if there are none."""
     entry = {} if state is None else state.stateful_callbacks.get(_LoaderPlace.__name__, {})
     attributes: dict[str, Any] = entry.get("attributes", {})
     return attributes
@@ -222,21 +223,21 @@ def _is_ours(loader: DataLoader[Any] | None) -> bool:
 
 
 def _skipped(loader: Any, num_batches: int = 0) -> Any:
-    """Return what a Trainer iterates after a checkpoint: the restored loader itself, which has nothing to skip."""
+    """Return the loader without its first batches; a restored loader itself, because it has nothing to skip."""
     return loader if _is_ours(loader) else skip_first_batches(loader, num_batches)
 
 
 def _plan_of(loader: Any, args: Any) -> list[int | None]:
-    """Return how many batches an epoch has, and a step."""
+    """Return how many batches an epoch has, and how many a step has."""
     return [len(loader) if has_length(loader) else None, args.gradient_accumulation_steps]
 
 
 def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count | None:
-    """Restore the position in a Trainer's loader, and return how to count on; None as the Trainer does by itself."""
+    """Restore the position of a Trainer's loader, and return how to count on; None to count as the Trainer does."""
     kept, is_ours, of_step = _kept_by(saved), _is_ours(loader), args.gradient_accumulation_steps
     place, plan = kept.get("place"), _plan_of(loader, args)
     part, epoch = math.modf(saved.epoch or 0)
-    # Where the loader is not patched, the Trainer counts batches, which are others now.
+    # If the loader is not patched, the Trainer counts batches, whose number per epoch or step has changed.
     is_recounted = not is_ours and kept.get("plan", plan) != plan
     if not args.ignore_data_skip and (is_recounted or (part and is_ours == (place is None))):
         raise StateError(
@@ -253,7 +254,7 @@ def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count 
         _require_same_groups(kept, loader)
         resume_loader(loader, place, counts_rest=True)
         if not has_length(loader):
-            # Then the Trainer takes everything done for epoch 0 and counts epochs from there; the loader counts itself.
+            # Without a length, the Trainer counts epochs from 0 anew; the loader counts its own epochs.
             vars(loader).pop("set_epoch", None)
             loader.sampler.rank_passes.epochs.counts_rest = False
             return None
@@ -264,9 +265,9 @@ def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count 
 
 
 def _count_of_rest(loader: Any, args: Any, steps: int, *, has_ended: bool) -> _Count:
-    """Return how to count on where a loader was restored whose length is the rest of its epoch.
+    """Return how to count on after a restore, when the loader's length is the rest of its epoch.
 
-    Where nothing is left of that, the Trainer still does what follows its last step, unless it had done so.
+    If the rest is empty, the Trainer still does what follows an epoch's last step, unless it did so before.
     """
     sampler, of_step = loader.sampler, args.gradient_accumulation_steps
     epoch, left = sampler.rank_passes.epochs.position.epoch, len(loader)
@@ -275,13 +276,13 @@ def _count_of_rest(loader: Any, args: Any, steps: int, *, has_ended: bool) -> _C
         sampler.set_epoch(epoch)
         left = len(loader)
     sampler.rank_passes.epochs.counts_rest = False
-    # The last step of the rest may take fewer batches, as that of an epoch does.
+    # The last step of the rest may have fewer batches, as the last step of an epoch.
     done = steps - math.ceil(left / of_step)
     return _Count(epoch * steps + done, (epoch, done * of_step), done * of_step + left)
 
 
 def _require_same_groups(kept: dict[str, Any], loader: Any) -> None:
-    """Raise StateError if a sampler groups samples by another batch size, so that its order would be another."""
+    """Raise StateError if a sampler groups samples by another batch size than before, which changes its order."""
     before, now = kept.get("groups"), _groups_of(loader)
     if before != now:
         raise StateError(
@@ -293,13 +294,13 @@ def _require_same_groups(kept: dict[str, Any], loader: Any) -> None:
 
 
 def _groups_of(loader: Any) -> int | None:
-    """Return the batch size that a loader's sampler has of its own, as the Trainer's for group_by_length does."""
+    """Return the sampler's own batch size, which the Trainer's sampler for group_by_length has; None if it has none."""
     size = getattr(loader.sampler, "batch_size", None)
     return size if isinstance(size, int) else None
 
 
-class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers is not there where types are checked
-    """Saves the position of a Trainer's training loader in its checkpoints."""
+class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc] # types are checked without transformers
+    """A callback that saves the position of a Trainer's training loader in checkpoints."""
 
     def __init__(self) -> None:
         self.loader: Any = None
@@ -307,22 +308,22 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
         self.has_ended = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **others: Any) -> None:
-        """Record what to save."""
+        """Record the loader whose position is saved."""
         self.loader = train_dataloader if _is_ours(train_dataloader) else None
         self.plan = _plan_of(train_dataloader, args)
-        # A checkpoint of another class has no entry, without which the Trainer would raise when it saves.
+        # The Trainer raises an error when it saves if this entry is missing, as in a checkpoint without this callback.
         state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {}})
 
     def on_epoch_begin(self, *args: Any, **others: Any) -> None:
-        """Record that a checkpoint from now on is one within an epoch."""
+        """Record that checkpoints from now on are within an epoch."""
         self.has_ended = False
 
     def on_epoch_end(self, *args: Any, **others: Any) -> None:
-        """Record that the Trainer evaluates, and saves what it saves then."""
+        """Record that the epoch has ended: the Trainer now evaluates and saves."""
         self.has_ended = True
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return this callback's values for a checkpoint."""
         place = None if self.loader is None else state_or_reason(self.loader, partial(loader_state, self.loader))
         groups = None if self.loader is None else _groups_of(self.loader)
         kept = {"place": place, "plan": self.plan, "groups": groups, "has_ended": self.has_ended}

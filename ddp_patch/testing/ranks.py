@@ -1,4 +1,4 @@
-"""Run a function on real ranks, and guard tests against loaders that nobody patched."""
+"""Run a function on real ranks, and guard tests against unpatched loaders."""
 
 import contextlib
 import faulthandler
@@ -39,19 +39,19 @@ __all__ = ["guard_this_process", "guarded", "run_ranks"]
 R = TypeVar("R")
 
 
-# An environment variable, so that ranks are guarded too, however a guarded test starts them.
+# The guard's environment variable, so that ranks are guarded, too, however a guarded test starts them.
 _VARIABLE = "DDP_PATCH_GUARD"
-_for_good = ExitStack()  # guards this process as long as it is open
+_for_good = ExitStack()  # the guard of this process, as long as this is open
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Raise when an unpatched loader is iterated in a process group of several ranks: a context manager.
+    """While entered, raise an error when an unpatched loader is iterated in a process group of several ranks.
 
-    Ranks that are started inside are guarded too, once they import ``ddp_patch``.
+    Ranks that are started meanwhile are guarded, too, once they import ``ddp_patch``.
 
     Raises:
-        NotPatchedError: From ``iter(loader)``, with the file and line that made the loader.
+        NotPatchedError: From ``iter(loader)``, with the file and line that constructed the loader.
 
     Examples:
         >>> with guarded():
@@ -104,39 +104,40 @@ def run_ranks(
 
     Every rank is a process with one torch thread, an initialised default process group, and the environment variables
     ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``. The ranks connect through a temporary file, not a
-    port, so any number of groups may run at the same time. When this returns or raises, all processes of all ranks have
-    ended, ``DataLoader`` workers included. It works on Linux and macOS.
+    port, so any number of groups may run at the same time. When the function returns or raises, all processes of all
+    ranks have ended, ``DataLoader`` workers included. It works on Linux and macOS.
 
-    Ranks are as unlike as those of several machines. Each is forked from a server process of its number, which is
-    started once and kept until this process ends. Ranks differ in hash seed, addresses, threads, home, temporary and
-    cache folders, host name, time zone, locale, the order in which ``os`` lists a folder, the number of cores that
-    ``os`` tells, what was imported, and what was drawn before. The rest of the environment is the caller's.
+    Ranks differ as much as the ranks of several machines. Each rank is forked from a server process for its number,
+    which is started once and kept until this process ends. Ranks differ in hash seed, addresses, threads, home,
+    temporary and cache folders, host name, time zone, locale, the order in which ``os`` lists a folder, the number of
+    cores that ``os`` returns, imported modules, and the states of random generators. The rest of the environment is the
+    caller's.
 
     Args:
         fn: A function that other processes can import from its module.
         world_size: The number of ranks, at least 1.
         args: Further arguments, picklable.
-        timeout: The seconds within which every rank must return, once all have started; also the time-out of
-            collectives.
-        grace: How many seconds the other ranks may still run after one has failed: their errors help to find the cause.
-        alike: Names of environment variables that ranks have as the caller has them, such as ``"HOME"`` and
-            ``"HF_HOME"`` for what has been downloaded into these folders.
+        timeout: How many seconds every rank has to return, once all have started; also the time-out of collectives.
+        grace: How many seconds the other ranks may still run after a rank has failed, because their errors help to find
+            the cause.
+        alike: Names of environment variables that ranks take from the caller, such as ``"HOME"`` and ``"HF_HOME"``, to
+            find downloads in these folders.
 
     Returns:
         The ranks' return values, by rank; they must be picklable.
 
     Raises:
-        InvalidOptionError: ``world_size`` or ``timeout`` is not positive, ``fn`` or an argument cannot be sent to
+        InvalidOptionError: ``world_size`` or ``timeout`` is not positive, or ``fn`` or an argument cannot be sent to
             another process.
-        RanksFailedError: A rank raised, died or did not return in time. The message shows the traceback, or where it
-            hung, once for all ranks that failed alike.
+        RanksFailedError: A rank raised an error, died or did not return in time. The message shows the traceback, or
+            where the rank hung, once for all ranks that failed alike.
 
     Examples:
         >>> import operator
         >>> run_ranks(operator.add, 2)  # rank + world_size
         [2, 3]
     """
-    __tracebackhide__ = True  # pytest shows the caller's line, not these
+    __tracebackhide__ = True  # pytest shows the caller's line, not this function's
     _check_how(fn, grace, alike)
     world_size = whole_number("world_size", world_size)
     if world_size < 1 or not (is_seconds(timeout) and timeout > 0):
@@ -145,7 +146,7 @@ def run_ranks(
             "positive number of seconds."
         )
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder, contextlib.ExitStack() as processes:
-        for rank in range(world_size):  # all begin to start before one is waited for
+        for rank in range(world_size):  # start all servers before waiting for the first
             server_of(rank).ensure_running()
         environments = [{**os.environ, **environment_of(rank, alike)} for rank in range(world_size)]
         tasks = [
@@ -160,7 +161,7 @@ def run_ranks(
 
 
 def _check_how(fn: Callable[..., Any], grace: float, alike: Collection[str]) -> None:
-    """Refuse arguments with which no process can be started."""
+    """Raise InvalidOptionError if an argument cannot be used."""
     if not callable(cast(object, fn)):
         raise InvalidOptionError(f"run_ranks was given {fn!r} ({type(fn).__name__}). Pass a function of a module.")
     if not (is_seconds(grace) and grace >= 0):
@@ -171,17 +172,17 @@ def _check_how(fn: Callable[..., Any], grace: float, alike: Collection[str]) -> 
 
 @dataclass
 class _Rank:
-    """What the parent process knows about one rank."""
+    """A rank, as its parent process sees it."""
 
     process: Forked
     connection: Connection
-    stack: Path  # where the rank writes its stack when asked
+    stack: Path  # the file into which the rank writes its stack on request
     fate: Literal["did not end", "returned", "raised", "died"] = "did not end"
     result: Any = None
     report: str = ""
 
     def receive(self) -> None:
-        """Receive the rank's result or traceback, or note that it ended without one."""
+        """Receive the rank's result or traceback, or store that it ended without one."""
         try:
             self.fate, self.result, self.report = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - our own child's
         except EOFError:
@@ -192,7 +193,7 @@ class _Rank:
     def ask_where(self) -> None:
         """Make a rank that hangs write its stack."""
         if self.process.pid is not None and self.stack.exists():
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+            with contextlib.suppress(ProcessLookupError):  # the rank has just ended
                 os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.2)
             self.report = self.stack.read_text()
@@ -200,12 +201,12 @@ class _Rank:
 
 @contextlib.contextmanager
 def _started(task: "_Task") -> Iterator[_Rank]:
-    """Start one rank, and end it and all that it started on leaving."""
+    """Start a rank; when left, end the rank and all processes that it started."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = Forked(server_of(task.rank), _rank_main, (task, sender))
     try:
         process.start()
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them depends on what is pickled
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # the error depends on the pickled object
         receiver.close()
         sender.close()
         raise InvalidOptionError(
@@ -213,7 +214,7 @@ def _started(task: "_Task") -> Iterator[_Rank]:
             f"{type(error).__name__}: {error}. Pass a function of a module, by its name, and arguments that can be "
             "pickled."
         ) from error
-    sender.close()  # so that the pipe ends when the rank does
+    sender.close()  # so that the pipe closes when the rank ends
     try:
         yield _Rank(process, receiver, task.stack)
     finally:
@@ -222,9 +223,9 @@ def _started(task: "_Task") -> Iterator[_Rank]:
 
 
 def _let_interrupts_through() -> None:
-    """Forget an interrupt that came while this rank started; its parent ends it.
+    """Ignore an interrupt that came while this rank started, because its parent ends it.
 
-    From now on this process leads a process group of its own, which a terminal's Ctrl-C does not reach.
+    This process now leads a process group of its own, which a terminal's Ctrl-C does not reach.
     """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -232,9 +233,9 @@ def _let_interrupts_through() -> None:
 
 
 def _kill(process: Forked) -> None:
-    """End a rank and all that it started, but never another process that got its number since."""
+    """End a rank and all processes that it started, but never a later process with the same number."""
     if process.pid is not None and (process.is_alive() or not _exists(process.pid)):
-        with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
+        with contextlib.suppress(ProcessLookupError):  # the rank and all its processes have ended
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()  # a rank that has just started leads no process group yet
     process.join()
@@ -250,10 +251,10 @@ def _exists(pid: int) -> bool:
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
-    """Receive from the ranks until all have ended, the grace after a failure is over, or time is up."""
+    """Receive from the ranks until all have ended, the grace after a failure is over, or the deadline has passed."""
     while running := {rank.connection: rank for rank in ranks if rank.fate == "did not end"}:
         for connection in (ready := wait(list(running), max(0.0, deadline - time.monotonic()))):
-            running[connection].receive()  # type: ignore[index]  # wait() returns what it was given
+            running[connection].receive()  # type: ignore[index] # wait() returns its arguments
         if not ready:
             break
         if any(running[connection].fate != "returned" for connection in ready):  # type: ignore[index]  # as above
@@ -263,14 +264,14 @@ def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
             rank.ask_where()
 
 
-# Where files of this package begin, and what its dataclasses call those of their methods.
+# How the paths of this package's files begin, and the file name of methods that dataclasses generate.
 _OWN = (str(Path(__file__).parents[1]) + os.sep, "<string>")
-# Ranks that fail alike may still name their own rank, count or address.
+# Numbers in reports are ignored, because ranks that fail alike may name their own rank, count or address.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 def _describe(name: str, ranks: Sequence[_Rank], timeout: float) -> str:
-    """Return the error message: how every rank ended, and what the ranks reported."""
+    """Return the error message: how every rank ended, and the ranks' reports."""
     fates: dict[str, list[int]] = {}
     alike: dict[tuple[str, str], list[int]] = {}
     for number, rank in enumerate(ranks):
@@ -292,7 +293,7 @@ def _describe(name: str, ranks: Sequence[_Rank], timeout: float) -> str:
 
 @dataclass(frozen=True)
 class _Task:
-    """What one rank's process has to do."""
+    """The task of a rank's process."""
 
     fn: Callable[..., Any]
     args: Sequence[Any]
@@ -311,7 +312,7 @@ class _Task:
 
 def _rank_main(task: _Task, sender: Connection) -> None:
     """Run one rank in its process, and send its result or traceback to the parent."""
-    os.setsid()  # leads a process group, so that its workers end with it
+    os.setsid()  # lead a process group, so that workers end with this rank
     _let_interrupts_through()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     multiprocessing.set_start_method(task.start_method, force=True)
@@ -322,11 +323,11 @@ def _rank_main(task: _Task, sender: Connection) -> None:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
         try:
             message = pickle.dumps(("returned", _result(task), ""))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
+        except BaseException as error:  # noqa: BLE001 - the parent raises any error
             message = pickle.dumps(("raised", None, _shown_from_users_code(error)))
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # the function may have put anything there
-                stream.flush()  # the parent ends this process once it has the message
+            with contextlib.suppress(Exception):  # the function may have replaced the stream
+                stream.flush()  # the parent ends this process when it has the message
         sender.send_bytes(message)
         faulthandler.unregister(signal.SIGUSR1)
     if dist.is_initialized():
@@ -334,14 +335,14 @@ def _rank_main(task: _Task, sender: Connection) -> None:
 
 
 def _shown_from_users_code(error: BaseException) -> str:
-    """Return an error with its traceback, without the lines of this package; with these if one of them is at fault."""
+    """Return an error with its traceback, without this package's lines, unless one of them raised the error."""
     told = traceback.TracebackException.from_exception(error)
-    told.__suppress_context__ |= isinstance(error, DDPPatchError)  # what was raised meanwhile is this package's affair
+    told.__suppress_context__ |= isinstance(error, DDPPatchError)  # the context is of this package's own code
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [frame.f_code.co_filename.startswith(_OWN) for frame, _ in frames]
     if isinstance(error, DDPPatchError) or not own[-1]:
         users = [line for line, is_own in zip(frames, own, strict=True) if not is_own]
-        told.stack = traceback.StackSummary.extract(users)  # without the line of ^ that Python writes below each
+        told.stack = traceback.StackSummary.extract(users)  # a summary without the lines of ^
     return "".join(told.format())
 
 
@@ -363,13 +364,13 @@ def _result(task: _Task) -> Any:
         world_size=task.world_size,
         timeout=timedelta(seconds=task.timeout),
     )
-    dist.barrier()  # so that no rank is done and gone while another still connects to it
+    dist.barrier()  # so that no rank ends while another still connects to it
     guard_this_process()
     return task.fn(task.rank, task.world_size, *task.args)
 
 
 def _end_with_parent() -> None:
-    """End this process and all that it started when the parent ends."""
+    """End this process and all processes that it started when the parent ends."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
