@@ -1,7 +1,7 @@
 """Show on one machine what every rank would get of any loader.
 
-``world`` iterates every rank's own loader (``ranks``), ``judge`` compares what they gave with what one process gets,
-and ``report`` and ``picture`` say what was found, and decide nothing.
+``world`` iterates every rank's own loader (``ranks``), ``judge`` compares the ranks' samples with the samples of one
+process, and ``report`` and ``picture`` show the findings.
 """
 
 from ddp_patch.auditing.auditing import audit

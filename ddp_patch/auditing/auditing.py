@@ -1,4 +1,4 @@
-"""Audit loaders: check what was given, and run every rank of a made-up world."""
+"""Audit loaders: check the arguments, and simulate every rank on one machine."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, SupportsIndex, TypeAlias, Unpack, cast, overload
@@ -24,19 +24,19 @@ from ddp_patch.validation import check_flag, whole_number
 __all__ = ["AuditOptions", "Loader", "Loaders", "audit"]
 
 
-# Look at this many items of all ranks together, unless the user says how many.
+# How many items of all ranks together are drawn by default.
 _MOST = 16_000_000
-# Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
+# The options of patch_dataloader_to_ddp() that are refused, because the audit chooses the ranks itself.
 _OF_A_REAL_RANK = {"rank", "num_replicas", "process_group", "device_mesh", "timeout"}
 
-# One loader, and several: finished, or as a function returns them.
+# One loader, or several: finished, or returned by a function.
 Loader: TypeAlias = DataLoader[Any] | Factory | Callable[[], DataLoader[Any]]
 _Several: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...]
 Loaders: TypeAlias = _Several | Callable[[], _Several] | Callable[[int, int], _Several]
 
 
 class AuditOptions(PatchOptions, total=False):
-    """The keywords of ``audit``: its own, and those of ``patch_dataloader_to_ddp``."""
+    """The keywords of ``audit``: its own, and the keywords of ``patch_dataloader_to_ddp``."""
 
     patch: bool
     set_epoch: bool
@@ -54,7 +54,7 @@ def audit(
 def audit(
     loader: Loaders, world_size: SupportsIndex, epochs: SupportsIndex = 2, **options: Unpack[AuditOptions]
 ) -> Reports: ...
-@unpatched()  # the ranks that it simulates are none of a script's
+@unpatched()  # the simulated ranks are not a script's
 def audit(
     loader: Loader | Loaders,
     world_size: SupportsIndex,
@@ -74,39 +74,39 @@ def audit(
     Args:
         loader: One of these, or a dict or list of them:
 
-            - a loader. It is copied for every rank and not changed.
-            - a function ``make()`` that returns a loader, or a dict or list of loaders.
-            - a function ``make(rank, world_size)`` that returns a rank's finished loader, prepared by any library,
-              or a dict or list of them. These are not patched. ``make(0, 1)`` is called, too: it shows what a single
-              process would get.
+            - a loader. It is copied for every rank and not changed. - a function ``make()`` that returns a loader, or a
+            dict or list of loaders. - a function ``make(rank, world_size)`` that returns a rank's finished loader,
+            prepared by any library, or a dict or list of loaders. These loaders are not patched. ``make(0, 1)`` is
+            called, too: it shows what a single process would get.
 
-            The audit iterates each rank's loader over a dataset that gives indices instead of samples. So it calls no
-            dataset's ``__getitem__``, except where each rank holds other data in a list, array or tensor. An iterable
-            dataset has no indices, so it is read, by all workers of each rank. What a subclass adds in its own
-            ``__iter__`` is not seen.
+            The audit iterates each rank's loader over a dataset that returns indices instead of samples. So it calls no
+            dataset's ``__getitem__``, except if each rank has other data in a list, array or tensor. An iterable
+            dataset has no indices, so all workers of each rank read it. The own ``__iter__`` of a loader's class is not
+            run.
         world_size: The number of ranks, at least 2.
         epochs: How many epochs to simulate.
-        patch: Whether to patch a loader by ``patch_dataloader_to_ddp`` first; with False, it is audited as it is.
+        patch: Whether to patch a loader by ``patch_dataloader_to_ddp`` first; with False, the loader is audited as it
+            is.
         set_epoch: Whether to call ``set_epoch(epoch)`` before each epoch. Say True if your training does.
         padding: Whether samples may be repeated to fill the last round of ranks. Say False for an evaluation.
         epochs_differ: Whether every epoch must have another order.
-        allow: Kinds of problem to ignore, from ``ddp_patch.auditing.problem_kinds``. They are listed in
-            ``report.allowed``.
+        allow: Kinds of problem to ignore, from ``ddp_patch.auditing.problem_kinds``. ``report.allowed`` lists such
+            problems.
         cost: What each sample costs, such as its length, in any unit: one number for each index of ``loader.dataset``
-            (a sequence, array or tensor), or a function of an index. A factory's are indices in the dataset below
+            (a sequence, array or tensor), or a function of an index. For a factory, indices are of the dataset below
             torch's ``Subset`` layers. The report then says how long ranks wait for the slowest. A loader is patched
             with ``cost=``, as with all options, and the report says how long ranks wait without it, too.
-        max_items: How many items to look at in each rank's epoch, rounded up to a whole batch. If there are more, the
-            report is of a sample. Without it, 16 million items of all ranks together are looked at.
+        max_items: How many items to draw in each rank's epoch, rounded up to a whole batch. If an epoch has more, the
+            report is of a sample. Default: 16 million items of all ranks together.
         options: More options for ``patch_dataloader_to_ddp``.
 
     Returns:
-        The report of one loader; of a dict or list of loaders, the reports by place, such as ``"val[0]"``. ``.ok``
-        says whether all pass. The global random states are the same as before.
+        The report of one loader; for a dict or list of loaders, the reports by place, such as ``"val[0]"``. ``.ok``
+        says whether all loaders pass. The global random states are not changed.
 
     Raises:
         NotALoaderError: ``loader`` is no loader, no function that returns one, and no dict or list of these.
-        InvalidOptionError: An option has no meaning; the loader is one rank's shard already, or cannot be copied; or
+        InvalidOptionError: An option has a wrong value; the loader is one rank's share already, or cannot be copied; or
             each rank has a dataset of its own, whose indices and samples cannot be compared.
         DDPPatchError: Any other error that ``patch_dataloader_to_ddp`` raises for this loader and these options.
 
@@ -155,7 +155,7 @@ def audit(
 
 
 def _costs_of(make: LoaderFacts[Any] | Factory, costs: Cost) -> StepCosts:
-    """Return what tells the cost of each step that a rank was given, by the indices that the audit compares.
+    """Return a function that returns the cost of each step of a rank, from the indices that the audit compares.
 
     Raises:
         InvalidOptionError: The loader's dataset has more samples than there are costs, or fewer.
@@ -164,7 +164,7 @@ def _costs_of(make: LoaderFacts[Any] | Factory, costs: Cost) -> StepCosts:
     if isinstance(make, LoaderFacts):
         require_one_of_each(make, costs)
         dataset = make.dataset
-        if isinstance(dataset, Subset):  # costs are of its own indices, and the audit compares those below
+        if isinstance(dataset, Subset):  # costs are of its own indices, the audit compares the inner ones
             below: Any = indexed(dataset)
             own = {index: place for place, index in enumerate(below.__getitems__(range(len(dataset))))}
 

@@ -1,4 +1,4 @@
-"""The commands of the audit, and how they say what they refuse."""
+"""The command line with click: the commands, and how their errors are shown."""
 
 import json
 import os
@@ -39,7 +39,7 @@ _PADDING = "Whether samples may be repeated to fill the last round; use --no-pad
 
 @contextmanager
 def _refusing(shows_traceback: bool) -> Iterator[None]:
-    """Turn any error into a few lines and exit code 2, and an interrupt into one word and exit code 130."""
+    """While entered, turn an error into a few lines and exit code 2, an interrupt into one word and exit code 130."""
     try:
         yield
     except (click.exceptions.Exit, click.ClickException):
@@ -54,7 +54,7 @@ def _refusing(shows_traceback: bool) -> Iterator[None]:
             more = [] if isinstance(error, DDPPatchError) else ["Pass --traceback to see where."]
             lines = traceback.format_exception_only(error) + more
         click.echo(f"Could not run: {''.join(lines).rstrip()}", err=True)
-        raise SystemExit(2) from error  # with which click exits for wrong usage, too
+        raise SystemExit(2) from error  # click also exits with 2 for wrong usage
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -66,7 +66,7 @@ def commands() -> None:
 @commands.command("run", help=DESCRIPTION, context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(arguments: tuple[str, ...]) -> None:
-    """Run a script; the start of the command does so without click."""
+    """Run a script. ``__main__`` does the same without click."""
     run(arguments)
 
 
@@ -74,7 +74,7 @@ def run_command(arguments: tuple[str, ...]) -> None:
 @click.argument("names", nargs=-1)
 def explain_command(names: tuple[str, ...]) -> None:
     """Show causes and remedies of an error or warning, such as RankMismatchError."""
-    explain(names)  # the start of the command does so without click
+    explain(names)  # __main__ does the same without click
 
 
 def _one_of(values: Any) -> click.Choice[str]:
@@ -116,10 +116,10 @@ def audit_command(
 
     Exits with 0 if all pass, 1 if one fails, 2 if the audit could not run, and 130 if it was interrupted.
     """
-    # Pass only options that are given: the others have their defaults there, and without a patch none may be passed.
+    # Pass only the options that the user chose: audit() has defaults, and without a patch it takes no other options.
     chosen = {name: value for name, value in given.items() if value is not None}
     with _refusing(shows_traceback), redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # libraries may warn while they make loaders, which is no finding
+        warnings.simplefilter("ignore")  # warnings of libraries that build loaders are no findings
         with places_recorded():
             found = find(target)
         cost_of = _costs(costs, [*found])
@@ -133,19 +133,19 @@ def audit_command(
                 raise
     try:
         click.echo(_text(reports, form, {place: line_of(loader) for place, loader in found.items()}))
-    except BrokenPipeError:  # what reads it has gone, as `head` does, and changes no verdict
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does, which changes no verdict
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at its end, too
     with _refusing(shows_traceback):
-        if html is not None:  # last, so that the report is there if the page cannot be written
+        if html is not None:  # last, so that the report is printed even if the page cannot be written
             html.write_text(page(reports), encoding="utf-8")
     sys.exit(0 if reports.ok else 1)
 
 
 def _costs(given: Sequence[str], places: Sequence[str]) -> dict[str, Any]:
-    """Return what each loader's samples cost, by its place, as far as something was given for it.
+    """Return the costs that the user passed for loaders, by the loaders' places.
 
     Raises:
-        InvalidOptionError: A cost is given for a loader that is not there, or for several of one name.
+        InvalidOptionError: A cost is for a loader that does not exist, or for several loaders of the same name.
     """
     found: dict[str, Any] = {}
     for each in given:
@@ -164,7 +164,7 @@ def _costs(given: Sequence[str], places: Sequence[str]) -> dict[str, Any]:
 
 
 def _text(reports: Reports, form: str, lines: Mapping[str, str]) -> str:
-    """Return reports in the form that was asked for; of loaders that were made at these lines."""
+    """Return reports as text in a form; ``lines`` says where each loader was constructed."""
     if form == "json":
         return json.dumps(reports.to_dict(), indent=2)
     if form == "markdown":

@@ -1,4 +1,4 @@
-"""Find the loaders that ``package.module:name`` or ``file.py:name`` names."""
+"""Find the loaders of a target such as ``package.module:name`` or ``file.py:name``."""
 
 import importlib
 import importlib.util
@@ -26,16 +26,16 @@ __all__ = ["find", "leaves_of", "line_of", "look_up"]
 def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
     """Return the loaders and factories that a target names, by their places, such as ``loaders.train``.
 
-    A target names a loader, or a dict or list of loaders. It may also name a function. One that needs two arguments, or
-    whose first two are ``rank`` and ``world_size``, is a factory of a rank's loader or loaders. One that can be called
-    without arguments is called, and returns any of these.
+    A target names a loader, a dict or list of loaders, or a function. A function that needs two arguments, or whose
+    first two are ``rank`` and ``world_size``, is a factory of a rank's loader or loaders. A function without required
+    arguments is called, and returns a loader, a factory, or a dict or list of these.
 
     Args:
         target: ``package.module:name`` or ``path/to/file.py:name``.
 
     Raises:
-        InvalidOptionError: There is no such thing, or two loaders have one place.
-        NotALoaderError: The target is neither a loader nor a factory, or it holds none.
+        InvalidOptionError: The target does not exist, or two loaders have the same place.
+        NotALoaderError: The target is neither a loader nor a factory, or has none in it.
 
     Examples:
         >>> find("os:sep")
@@ -50,15 +50,15 @@ returns one, or a dict or list of these, and sep is '/' (str). Pass the finished
 
 
 def leaves_of(found: Any, name: str = "") -> dict[str, DataLoader[Any] | Factory]:
-    """Return the loaders and factories that an object is, holds or returns, by their places.
+    """Return the loaders and factories in an object, or the object itself, by their places.
 
     Args:
         found: A loader, a factory, a function that returns loaders, or a dict or list of these.
-        name: What each place begins with; none for one that is neither in a dict nor in a list.
+        name: How each place begins; empty for a single loader.
 
     Raises:
-        InvalidOptionError: Two loaders have one place.
-        NotALoaderError: It is no loader and no factory, or it holds none.
+        InvalidOptionError: Two loaders have the same place.
+        NotALoaderError: The object is neither a loader nor a factory, or has none in it.
 
     Examples:
         >>> list(leaves_of({"train": DataLoader(range(2)), "val": [DataLoader(range(3))]}))
@@ -77,7 +77,7 @@ def leaves_of(found: Any, name: str = "") -> dict[str, DataLoader[Any] | Factory
 
 
 def line_of(found: DataLoader[Any] | Factory) -> str:
-    """Return the file and line where a loader was made, if that was recorded, or where its factory begins; else none.
+    """Return the file and line that constructed a loader, or where its factory begins; an empty text if unknown.
 
     Examples:
         >>> line_of(leaves_of).rpartition(":")[0].endswith("finding.py")
@@ -97,7 +97,7 @@ def look_up(target: str) -> tuple[str, Any]:
         target: ``package.module:name`` or ``path/to/file.py:name``; a name may have parts, ``loaders.train``.
 
     Raises:
-        InvalidOptionError: There is no such thing.
+        InvalidOptionError: The target does not exist.
 
     Examples:
         >>> look_up("math:pi")
@@ -127,7 +127,7 @@ def _module(place: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not (place + ".").startswith(error.name + "."):
-            raise  # the module exists, and what it imports does not
+            raise  # the module exists, but a module that it imports does not
         raise InvalidOptionError(
             f"There is no module {place!r} to import from {Path.cwd()}. Pass package.module:name or "
             "path/to/file.py:name."
@@ -139,34 +139,34 @@ def _module_of_file(path: Path) -> ModuleType:
         raise InvalidOptionError(f"There is no file {path}. Pass package.module:name or path/to/file.py:name.")
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path.absolute()):
-        return known  # do not run a file twice that holds two targets
+        return known  # a file with two targets is run only once
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise InvalidOptionError(f"{path} cannot be imported as a module. Pass a Python file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # pickle and other processes look there for what it defines
+    sys.modules[path.stem] = module  # pickle and other processes look up its definitions there
     sys.path.insert(0, str(path.parent))  # like `python file.py`
     spec.loader.exec_module(module)
     return module
 
 
-# While functions are called to find loaders, let them draw from states of this seed: the global ones stay as they are.
+# The seed of the random states while the user's functions are called. The global states are not changed.
 _SEED = 20_000
 
 
 def _part(make: Callable[[int, int], Any], path: KeyPath) -> Factory:
-    """Return what makes one of the loaders that a factory makes for a rank, found by these keys in what it returns."""
+    """Return a factory of a single loader, which these keys lead to in the return value of a factory of several."""
 
     def part(rank: int, world_size: int) -> Any:
         return reduce(getitem, path, make(rank, world_size))
 
     part.__name__ = _written(path, name_of(make))
-    part.__wrapped__ = make  # type: ignore[attr-defined]  # a function has any
+    part.__wrapped__ = make  # type: ignore[attr-defined] # a function may have any attribute
     return part
 
 
 def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Factory]]:
-    """Yield the loaders and factories that an object is, holds or returns, each with its place."""
+    """Yield the loaders and factories in an object, or the object itself, each after its place."""
     for keys, leaf in _nested(found):
         here = _written(keys, place)
         if isinstance(leaf, DataLoader):
@@ -192,32 +192,32 @@ def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Fac
 
 
 def _parts(make: Callable[[int, int], Any]) -> list[KeyPath]:
-    """Return the keys that lead to each loader in what a factory returns; no keys where it returns one loader.
+    """Return the keys that lead to each loader in a factory's return value; no keys if it returns a single loader.
 
-    What it returns for one process tells. Where it raises, the audit of one loader says so, for the rank in question:
-    it may ask a process group that only real ranks have.
+    The factory is called for one process. If it raises an error, it counts as returning one loader, and the audit then
+    reports the error for each rank: the factory may need a process group, which only real ranks have.
     """
     try:
         with look(seed=_SEED), unwatched():
             return [path for path, _ in _nested(made_by(make, 0, 1))]
-    except Exception:  # noqa: BLE001 - the user's own; it is raised again where the loaders are made
+    except Exception:  # noqa: BLE001 - the user's own error is raised again when the loaders are made
         return [()]
 
 
 def _nested(found: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield what a nest holds, without what is empty, each with the keys that lead to it."""
+    """Yield the elements of a nest, without empty containers, each after the keys that lead to it."""
     return ((path, leaf) for path, leaf in nested(found) if not is_empty(leaf))
 
 
 def _written(path: KeyPath, place: str = "") -> str:
-    """Return the place that keys lead to from another place."""
+    """Return a place in words, from the place of a nest and the keys within it."""
     for key in path:
         place += f"[{key}]" if isinstance(key, int) else f".{key}" if place else str(key)
     return place
 
 
 def _is_for_ranks(function: Any) -> bool:
-    """Tell whether a function is ``make(rank, world_size)``: it needs two arguments, or names them so."""
+    """Return whether a function is ``make(rank, world_size)``: it needs two arguments, or has these arguments."""
     if not _takes(function, 2):
         return False
     return not _takes(function, 0) or list(inspect.signature(function).parameters)[:2] == ["rank", "world_size"]

@@ -1,4 +1,4 @@
-"""Judge what ranks were given: compare it with what one process is given, epoch by epoch, and make the report."""
+"""Compare the ranks' samples with the samples of one process, epoch by epoch, and make the report."""
 
 from collections.abc import Collection, Sequence
 
@@ -16,14 +16,14 @@ __all__ = ["Judge"]
 
 
 class Judge:
-    """Collect what is found epoch by epoch.
+    """Collects the problems of a loader, epoch by epoch, and makes the report.
 
     Args:
         world: Draws the epochs.
-        unbalanced: Draws those of the same loader without ``cost=``, where that balances it.
+        unbalanced: Draws the epochs of the same loader without ``cost=``, if ``cost=`` balances it.
         padding: Whether samples may be repeated to fill the last round.
         epochs_differ: Whether every epoch must have another order.
-        costs: Tells what the steps of a rank cost, if it is known.
+        costs: Returns the costs of a rank's steps; None if costs are not known.
     """
 
     def __init__(
@@ -32,19 +32,19 @@ class Judge:
         self._world, self._unbalanced, self._costs = world, unbalanced, costs
         self._pads, self._epochs_differ = padding, epochs_differ
         self._uneven = world.subject.options.get("uneven")
-        self._problems: dict[str, Problem] = {}  # the first of each kind
+        self._problems: dict[str, Problem] = {}  # the first problem of each kind
         self._epochs: list[EpochReport] = []
-        # Of the epochs in which no rank raised: hashes of their orders, and the samples that were left out rightly.
+        # Of the epochs without an error: hashes of their orders, and the samples that were rightly left out.
         self._orders: list[bytes] = []
         self._left_out: list[Numbers] = []
         self._is_sample = False
         self._pictured = Pictured()
-        self._first: RankGiven  # what rank 0 was given in epoch 0
+        self._first: RankGiven  # rank 0's samples in epoch 0
 
     def report(self, epochs: int, allow: Collection[str]) -> Report:
-        """Draw and inspect some epochs, and return the report, in which kinds of problem may be allowed."""
+        """Draw and inspect some epochs, and return the report, in which problems of some kinds are allowed."""
         for number in range(epochs):
-            self._inspect(self._world.epoch(number))  # which is freed before the next one is drawn
+            self._inspect(self._world.epoch(number))  # an epoch is freed before the next one is drawn
         self._compare_orders()
         self._compare_left_out()
         return Report(
@@ -74,7 +74,7 @@ class Judge:
         return what
 
     def _add(self, kind: str, what: str, where: str, *own_words: str) -> None:
-        """Note a problem unless one of its kind was noted; ``own_words`` say why and what to do in this very case."""
+        """Add a problem unless there is one of its kind; ``own_words`` say why and what to do in this special case."""
         why, remedy = own_words or SAID[kind]
         self._problems.setdefault(kind, Problem(kind, what, where, why, remedy))
 
@@ -105,7 +105,7 @@ class Judge:
     def _told(
         self, epoch: EpochGiven, found: Coverage | None, costs: Costs | None, others: Costs | None
     ) -> EpochReport:
-        """Count what an epoch lacks and repeats, and how much of that may be."""
+        """Count the missing and repeated samples of an epoch, and how many of them are allowed."""
         missing, repeated, foreign = (None,) * 3 if found is None else map(len, found)
         fills, may_drop = self._allowed(epoch)
         return EpochReport(
@@ -126,8 +126,8 @@ class Judge:
     def _allowed(self, epoch: EpochGiven) -> tuple[int, int]:
         """Return how many samples may be repeated to fill the last round, and how many may be left out.
 
-        Ranks with a batch sampler of their own may share samples, and each make its own batches of them: then a round
-        has a sample for each rank. Else, it has a batch.
+        If ranks share samples and each makes its own batches, a round has a sample for each rank. Otherwise, a round
+        has a batch for each rank.
         """
         rank0, world, largest = self._world.rank0, len(epoch.ranks), epoch.largest_batch
         in_batches = rank0.makes_batches and (epoch.is_sample or not epoch.foreign_batches())
@@ -136,7 +136,7 @@ class Judge:
         fills = of_unit * sum(-length % world for length in lengths)
         if not self._pads or self._uneven not in (None, "pad"):
             fills = 0
-        if rank0.divides_batches and self._uneven == "keep":  # but no rank is without a sample of a batch
+        if rank0.divides_batches and self._uneven == "keep":  # every rank gets at least one sample of a batch
             fills = sum(max(0, world - size) for size in epoch.parts if size)
         may_drop = 0
         if self._uneven == "drop" or rank0.drops_round:
@@ -148,9 +148,9 @@ class Judge:
         return fills, may_drop
 
     def _costs_of(self, ranks: Sequence[RankGiven]) -> Costs | None:
-        """Return what each rank's steps cost, shape (ranks, steps), 0 where a rank makes no such step; None if unknown.
+        """Return the costs of each rank's steps, shape (ranks, steps), 0 if a rank has no such step; None if unknown.
 
-        Samples of an iterable dataset have no indices, so what they cost cannot be looked up.
+        Samples of an iterable dataset have no indices, so their costs cannot be looked up.
         """
         steps = max(len(given.sizes) for given in ranks)
         if self._costs is None or steps == 0 or self._world.rank0.is_iterable:
@@ -160,7 +160,7 @@ class Judge:
     # ---- what is wrong ----
 
     def _raised(self, epoch: EpochGiven) -> bool:
-        """Note that a rank raised, or the single process, and tell whether one did."""
+        """Add the errors of ranks and of the single process, and return whether there is one."""
         everyone = [*((f"Rank {rank}", given) for rank, given in enumerate(epoch.ranks)), ("One process", epoch.alone)]
         raised = [f"{who} raises {given.error.rstrip().removesuffix('.')}." for who, given in everyone if given.error]
         for what in raised:
@@ -176,7 +176,7 @@ class Judge:
             self._add("uneven_steps", what, where)
 
     def _compare_lengths(self, epoch: EpochGiven) -> None:
-        """Check that ``len()`` of each rank's loader is the number of its steps, before the epoch or after."""
+        """Check that ``len()`` of each rank's loader, before or after the epoch, is the number of its steps."""
         for rank, given in enumerate(epoch.ranks):
             lengths, steps = [length for length in given.lengths if length is not None], len(given.sizes)
             if lengths and (steps not in lengths if given.ended else steps > max(lengths)):
@@ -185,13 +185,13 @@ class Judge:
                 self._add("wrong_length", what, f"epoch {epoch.number}, rank {rank}")
 
     def _loses_of_unpatched(self, epoch: EpochGiven) -> bool:
-        """Note that a patched loader's workers leave out what the unpatched one's read, and tell whether they do."""
+        """Return whether a patched loader's workers leave out samples of the unpatched loader, and add this problem."""
         world, alone, workers = self._world, epoch.alone, self._world.rank0.readers
         if epoch.number or not world.subject.patches or workers == 1 or not alone.ended:
             return False
         given = world.unpatched(seeded_as=0)
         lost = np.setdiff1d(given.items, alone.items)
-        # Samples that are made at random are others each time.
+        # Random samples differ each time.
         if not given.ended or not len(lost) or not given.has_same_samples(world.unpatched(seeded_as=1)):
             return False
         self._add(
@@ -206,12 +206,12 @@ class Judge:
         return True
 
     def _compare_shares(self, epoch: EpochGiven, found: Coverage | None, told: EpochReport, where: str) -> None:
-        """Check that shares are disjoint and complete, and that batches reach one rank whole."""
+        """Check that shares are disjoint and complete, and that each batch reaches a rank as a whole."""
         rank0 = self._world.rank0
         if told.is_right:
             if found is not None and not epoch.is_sample and rank0.makes_batches:
                 self._compare_batches(epoch, where)
-            # Where counting cannot tell, ranks may all get the same.
+            # If samples cannot be counted, all ranks may still get the same samples.
             n, can_tell = len(epoch.alone.items), found is not None and not epoch.is_sample
             may_be = not epoch.is_constant if epoch.is_sample else all(len(given.items) == n for given in epoch.ranks)
             if can_tell or epoch.number or not may_be:
@@ -229,7 +229,8 @@ class Judge:
     def _compare_batches(self, epoch: EpochGiven, where: str) -> None:
         """Check that ranks get the batches that one process makes.
 
-        Ranks of a factory may make batches of their own from shares of the samples, but not of pieces of such batches.
+        Ranks of a factory may make batches of their own from their shares of samples, but not from pieces of the
+        batches of one process.
         """
         found = epoch.foreign_batches()
         if found and (self._world.subject.patches or epoch.has_torn_batches()):
@@ -259,10 +260,10 @@ class Judge:
     # ---- what is said ----
 
     def _text(self, epoch: EpochGiven, found: Coverage) -> str:
-        """Say how many are missing, repeated and foreign, with examples."""
+        """Return in words how many samples are missing, repeated and foreign, with examples."""
         missing, repeated, foreign = found
         parts, different = [], np.unique(repeated)
-        # Those of a part of an epoch, of which only the beginning was read, are not counted against its length.
+        # If only the beginning of an epoch was drawn, do not compare with its length.
         of = "" if epoch.is_sample else f" of {len(epoch.alone.items)}"
         if len(missing):
             parts.append(f"{len(missing)}{of} samples are missing{self._such(np.unique(missing))}.")
@@ -289,7 +290,7 @@ def _on_ranks(code: int, epoch: EpochGiven | None) -> str:
 
 
 def _kind(epoch: EpochGiven, told: EpochReport) -> str:
-    """Return the kind of problem of shares that are wrong however ranks are seeded."""
+    """Return the kind of problem of shares that are wrong even if all ranks are seeded alike."""
     n, world = told.expected, len(epoch.ranks)
     share_of_share = n // world**2, -(-n // world**2)
     if n > world**2 and told.missing and all(share_of_share[0] <= got <= share_of_share[1] for got in told.items):
@@ -300,15 +301,15 @@ def _kind(epoch: EpochGiven, told: EpochReport) -> str:
 
 
 def _is_same_on_every_rank(epoch: EpochGiven) -> bool:
-    """Tell whether all ranks were given the same samples, and more than one, which padding could explain."""
+    """Return whether all ranks got the same samples, and more than one sample, which could be padding."""
     first, *others = epoch.ranks
     return len(first.items) > 1 and all(first.has_same_samples(other) for other in others)
 
 
 def _same_text(epoch: EpochGiven, again: EpochGiven) -> str:
-    """Say what ranks get that get the same where they are seeded alike."""
+    """Return in words what ranks get that get the same samples if seeded alike."""
     same, each = again.ranks[0].items, f"Each of {len(epoch.ranks)} ranks gets"
-    # Of a part, nobody knows how many there are.
+    # The number is not known if only a part was drawn.
     samples = "" if epoch.is_sample else f", {counted(len(same), 'sample')}"
     if not epoch.is_sample and np.isin(epoch.alone.items, same).all():
         return f"{each} all of the data{samples}."

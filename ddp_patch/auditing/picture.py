@@ -1,7 +1,7 @@
 """Draw the picture of an audit: which rank gets which sample, and how ranks wait for each other.
 
-``pictured`` sums an epoch of any length up in a few hundred numbers, which a report keeps. matplotlib, which the extra
-``audit`` has, is imported where they are drawn.
+``pictured`` sums up an epoch of any length in a few hundred numbers, which a report keeps. matplotlib, which the extra
+``audit`` installs, is imported only to draw.
 """
 
 from base64 import b64encode
@@ -23,7 +23,7 @@ __all__ = ["Pictured", "alternative", "imbalance", "picture_html", "pictured", "
 
 
 def imbalance(costs: Costs) -> float | None:
-    """Return the slowest rank's cost over the ranks' mean, over all steps; None if all cost 0.
+    """Return the slowest rank's cost divided by the ranks' mean cost, over all steps; None if all costs are 0.
 
     Args:
         costs: The cost of each step, shape (ranks, steps).
@@ -33,7 +33,7 @@ def imbalance(costs: Costs) -> float | None:
 
 
 def waiting_text(imbalance: float) -> str:
-    """Return the percentage of the time that the mean rank waits, where a step takes as long as its slowest rank.
+    """Return the percentage of time that ranks wait on average, if a step takes as long as its slowest rank.
 
     Examples:
         >>> waiting_text(1.5), waiting_text(1.004)
@@ -48,23 +48,22 @@ def waiting_text(imbalance: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pictured:
-    """Hold what the picture is drawn from: of the first epoch that has a problem, or else of the first.
+    """The numbers of the picture, of the first epoch that has a problem, or else of the first epoch.
 
-    The samples stand in the order in which one process would draw them, cut into columns.
+    Samples are in the order of one process, cut into columns.
 
     Attributes:
         epoch: The epoch's number.
-        positions: How many samples one process draws; 0 where samples cannot be compared.
-        width: How many samples a column holds; the last one may hold fewer.
-        seen: How many samples are seen never, once and again. None is never seen where only a part of the epoch was
-            drawn.
-        often: Which part of each column's samples is seen never, once and again, shape (3, columns).
-        bands: The first and last rank of each band: one rank each, or several where there are many.
+        positions: How many samples one process draws; 0 if samples cannot be compared.
+        width: How many samples a column has; the last column may have fewer.
+        seen: How many samples are seen never, once, and more often. If only a part of the epoch was drawn, the first is
+            0.
+        often: The fraction of each column's samples that is seen never, once, and more often, shape (3, columns).
+        bands: The first and last rank of each band. If there are many ranks, a band has several.
         got: How often a band's ranks get a sample of a column, on average, shape (bands, columns).
-        waiting: The ranks whose waiting is shown: some where there are many.
-        waits: What the first steps cost each of these ranks, and in the last row the slowest rank of all, shape
-            (ranks + 1, steps), by what is to be said of the epoch; 0 where a rank makes no such step. It is empty
-            without ``cost``, or where nothing costs anything.
+        waiting: The ranks whose waiting is shown; only some if there are many.
+        waits: By title, the costs of the first steps of each of these ranks, and in the last row of the slowest rank of
+            all, shape (ranks + 1, steps); 0 if a rank has no such step. Empty without ``cost``, or if all costs are 0.
     """
 
     epoch: int = 0
@@ -78,22 +77,23 @@ class Pictured:
     waits: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
 
-# Make about so many columns, and no more bands of ranks than colours can be told apart.
+# About how many columns there are; and the most bands of ranks whose colours can be told apart.
 _COLUMNS, _BANDS = 120, 32
-# Let columns hold whole rounds of all ranks where that leaves this many columns, or they would look like stripes.
+# Columns have whole rounds of all ranks if at least this many columns are left: otherwise ranks would look like
+# stripes.
 _ENOUGH = 20
-# Show waiting in this many steps of this many ranks: bars of more are too thin to read at a glance.
+# How many steps of how many ranks are shown waiting: with more, bars are too thin to read at a glance.
 _STEPS, _RANKS = 8, 10
 
 
 def pictured(epoch: EpochGiven, is_comparable: bool, costs: Costs | None, unbalanced: Costs | None) -> Pictured:
-    """Return what the picture of an epoch is drawn from.
+    """Return the numbers of the picture of an epoch.
 
     Args:
-        epoch: What was given.
+        epoch: The samples of all ranks in the epoch.
         is_comparable: Whether samples can be compared.
-        costs: What steps cost, shape (ranks, steps); None where it is not known.
-        unbalanced: The same without ``cost=``, where that balances the loader.
+        costs: The costs of steps, shape (ranks, steps); None if they are not known.
+        unbalanced: The costs of steps without ``cost=``, if ``cost=`` balances the loader.
     """
     positions, world = len(epoch.alone.items), len(epoch.ranks)
     some = np.linspace(0, world - 1, min(_RANKS, world)).astype(int)
@@ -110,7 +110,7 @@ def pictured(epoch: EpochGiven, is_comparable: bool, costs: Costs | None, unbala
     groups = np.array_split(np.arange(world), min(world, _BANDS))
     parts = [np.concatenate([epoch.ranks[rank].items for rank in group]) for group in groups]
     names, (expected, *bands) = dense([epoch.alone.items, *parts])
-    drawn = counts_of(expected, len(names))[expected]  # one process may draw a sample several times
+    drawn = counts_of(expected, len(names))[expected]  # how often one process draws each sample
     starts = np.arange(0, positions, width)
 
     def by_column(values: Costs) -> tuple[float, ...]:
@@ -121,11 +121,12 @@ def pictured(epoch: EpochGiven, is_comparable: bool, costs: Costs | None, unbala
         return np.asarray(counts_of(band, len(names))[expected] / drawn)
 
     total, got = np.zeros(positions), []
-    for times in map(times_got, bands):  # one at a time: each is as long as the epoch
+    for times in map(times_got, bands):  # one band at a time: each array is as long as the epoch
         total += times
         got.append(by_column(times))
     again = np.clip(total - 1, 0, 1)
-    never = np.zeros(positions) if epoch.is_sample else np.clip(1 - total, 0, 1)  # what nobody has may come later
+    # In a part of an epoch, a missing sample may come later.
+    never = np.zeros(positions) if epoch.is_sample else np.clip(1 - total, 0, 1)
     kinds = (never, np.minimum(total, 1) - again, again)
     seen, often = (tuple(round(kind.sum()) for kind in kinds), tuple(map(by_column, kinds)))
     ends = tuple((int(group[0]), int(group[-1])) for group in groups)
@@ -149,10 +150,10 @@ _STYLE = {
 }
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "hatch.color")
 _GREY = "#8a94a6"
-# Grey where all is well. Of the ranks, only the eighth and the ninth of many have colours like the others.
+# Grey for samples that are seen once. Only the eighth and the ninth rank have colours that are similar to these.
 _OFTEN = {"never": "#d3453c", "once": "#a9b2c0", "again": "#f2b01e"}
 _WAITING: dict[str, Any] = {"facecolor": "none", "edgecolor": _GREY, "hatch": "////"}
-# Give up to this many ranks colours of their own, of matplotlib's ten; those of more are taken from one scale.
+# The numbers of matplotlib's ten colours, for up to ten ranks. Colours of more ranks are from a scale.
 _DISTINCT = (0, 4, 2, 9, 5, 6, 8, 1, 3, 7)
 
 
@@ -160,9 +161,9 @@ def svg(shown: Pictured, scheme: str, parts: Sequence[str] = ("shares", "waits")
     """Return the picture as SVG.
 
     Args:
-        shown: What it is drawn from.
-        scheme: For which ground: ``"light"`` or ``"dark"``.
-        parts: Which parts to draw: who gets which sample, and how ranks wait.
+        shown: The numbers of the picture.
+        scheme: The background, ``"light"`` or ``"dark"``.
+        parts: The parts to draw: which rank gets which sample (``"shares"``), and how ranks wait (``"waits"``).
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -186,7 +187,7 @@ def svg(shown: Pictured, scheme: str, parts: Sequence[str] = ("shares", "waits")
 
 
 def _draw_often(panel: "Axes", shown: Pictured) -> None:
-    """Draw a strip that says of each column's samples whether they are seen never, once or again."""
+    """Draw a strip of how many of each column's samples are seen never, once, and more often."""
     _stack(panel, shown, shown.often, [*_OFTEN.values()])
     panel.set(xlim=(0, shown.positions), ylim=(0, 1))
     panel.set_axis_off()
@@ -196,7 +197,7 @@ def _draw_often(panel: "Axes", shown: Pictured) -> None:
 
 
 def _draw_shares(panel: "Axes", shown: Pictured) -> None:
-    """Draw which rank gets the samples of each column, and how often: one rank's part upon the other's."""
+    """Draw which ranks get the samples of each column, and how often, as stacked bars."""
     bands = len(shown.bands)
     colours = _colours(bands)
     some = range(bands) if bands <= len(_DISTINCT) else [0, bands // 2, bands - 1]
@@ -215,7 +216,7 @@ def _draw_shares(panel: "Axes", shown: Pictured) -> None:
 
 
 def _stack(panel: "Axes", shown: Pictured, parts: Sequence[Sequence[float]], colours: Sequence[Any]) -> float:
-    """Draw bars over the columns, each part's upon those before, and return how high the highest one is."""
+    """Draw a stack of bars over each column, and return the height of the highest stack."""
     lefts = np.arange(0, shown.positions, shown.width)
     widths, below = np.diff(lefts, append=shown.positions), np.zeros(len(lefts))
     for part, colour in zip(np.array(parts), colours, strict=True):
@@ -226,7 +227,7 @@ def _stack(panel: "Axes", shown: Pictured, parts: Sequence[Sequence[float]], col
 
 
 def _draw_waits(panel: "Axes", title: str, ranks: Sequence[int], costs: Costs, longest: float) -> None:
-    """Draw each rank's work in a few steps along the time, and the waiting below it."""
+    """Draw each rank's work and waiting in a few steps along a time axis."""
     slowest, colours = costs[-1], _colours(ranks[-1] + 1)
     ends = np.cumsum(slowest)
     for row, rank in enumerate(ranks):
@@ -244,7 +245,7 @@ def _draw_waits(panel: "Axes", title: str, ranks: Sequence[int], costs: Costs, l
 
 
 def _finish(panel: "Axes", title: str, looks: dict[str, dict[str, Any]]) -> None:
-    """Write a panel's title, and beside it what its colours mean."""
+    """Write a panel's title, and beside it a legend."""
     from matplotlib.patches import Patch
 
     panel.set_title(title, loc="left")
@@ -254,7 +255,7 @@ def _finish(panel: "Axes", title: str, looks: dict[str, dict[str, Any]]) -> None
 
 
 def _colours(count: int) -> list[Any]:
-    """Return a colour for each of some ranks: of their own where they are few, else from one scale."""
+    """Return a colour for each rank: distinct colours for few ranks, else colours of a scale."""
     from matplotlib import colormaps
 
     if count <= len(_DISTINCT):
@@ -267,7 +268,7 @@ def _band_name(first: int, last: int) -> str:
 
 
 def alternative(shown: Pictured) -> str:
-    """Return in words what the picture shows."""
+    """Return the picture's content in words."""
     found = [f"{title}." for title in shown.waits]
     if shown.positions:
         never, once, again = shown.seen
@@ -280,7 +281,7 @@ def alternative(shown: Pictured) -> str:
 
 
 def picture_html(shown: Pictured) -> str:
-    """Return the picture for a page, in the reader's scheme; what is there instead where it cannot be drawn."""
+    """Return the picture as HTML, in the reader's colour scheme; or a text if it cannot be drawn."""
     if not (text := alternative(shown)):
         return "<p>There is nothing to draw.</p>"
     try:

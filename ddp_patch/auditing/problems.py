@@ -1,4 +1,4 @@
-"""The kinds of problem that an audit finds: why each matters, and what to do about it."""
+"""The kinds of problem that an audit finds: why each kind matters, and what to do."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 __all__ = ["SAID", "Problem", "problem_kinds"]
 
 
-# Of each kind of problem: why it matters, and what to do.
+# By kind of problem: why it matters, and what to do.
 SAID: Mapping[str, tuple[str, str]] = {
     "not_sharded": (
         "Gradients average repeated samples, and an epoch costs more than it should or leaves samples out.",
@@ -74,13 +74,13 @@ problem_kinds: Sequence[str] = tuple(SAID)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Describe something that is wrong, and what to do about it.
+    """A problem that an audit has found, and what to do about it.
 
     Attributes:
         kind: The kind of problem, one of ``problem_kinds``.
         what: What was found, with its numbers.
         where: The epoch and the ranks.
-        why: Why it matters, and where it comes from.
+        why: Why the problem matters, and where it comes from.
         remedy: What to do about it.
 
     Examples:

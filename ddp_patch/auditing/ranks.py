@@ -1,4 +1,4 @@
-"""Make each rank's loader, iterate it as its training would, and note which samples it gives."""
+"""Make each rank's loader, iterate it as a training would, and record which samples it yields."""
 
 import copy
 import reprlib
@@ -52,18 +52,18 @@ Numbers: TypeAlias = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """Describe what is audited and how: a loader, copied for every rank, or a factory of each rank's loader.
+    """The subject of an audit: a loader, which is copied for every rank, or a factory of each rank's loader.
 
     Args:
-        make: What a look at the loader told, or ``make(rank, world_size)``.
+        make: The facts of the loader, or a function ``make(rank, world_size)``.
         patch: Whether ``patch_dataloader_to_ddp`` shards a loader first.
         options: Options for ``patch_dataloader_to_ddp``.
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
-        max_items: Draw this many items of each rank's epoch, rounded up to a whole batch.
-        whole: Whether to keep a last, incomplete batch, so that everything there is to shard is drawn.
+        max_items: How many items of each rank's epoch to draw, rounded up to a whole batch.
+        whole: Whether to keep a last, incomplete batch, so that all samples are drawn.
 
     Raises:
-        InvalidOptionError: The loader is one rank's shard already; or options are given, and nothing is patched.
+        InvalidOptionError: The loader is one rank's share already; or there are options, and nothing is patched.
     """
 
     make: LoaderFacts[Any] | Factory
@@ -90,21 +90,21 @@ class Audited:
 
     @property
     def is_made(self) -> bool:
-        """Tell whether a factory makes each rank's loader."""
+        """Whether a factory makes each rank's loader."""
         return not isinstance(self.make, LoaderFacts)
 
     @property
     def patches(self) -> bool:
-        """Tell whether ``patch_dataloader_to_ddp`` shards the loader."""
+        """Whether ``patch_dataloader_to_ddp`` shards the loader."""
         return self.patch and not self.is_made
 
     @property
     def name(self) -> str:
-        """Return the name to show in reports."""
+        """The name in reports."""
         return type(self.make.loader).__name__ if isinstance(self.make, LoaderFacts) else name_of(self.make)
 
     def made_for(self, rank: int, world_size: int) -> LoaderFacts[Any]:
-        """Make a rank's loader, and look at it."""
+        """Make a rank's loader, and return its facts."""
         if isinstance(self.make, LoaderFacts):
             share: Share = self.options.get("share", "auto")
             made = _copied(_whole(self.make, share) if self.whole else self.make)
@@ -122,7 +122,7 @@ def name_of(make: Callable[..., Any]) -> str:
 
 
 def made_by(make: Factory, rank: int, world_size: int) -> Any:
-    """Call a factory; note on any error for which rank it was called."""
+    """Call a factory; add a note to any error with the rank of the call."""
     try:
         return make(rank, world_size)
     except Exception as error:
@@ -133,7 +133,7 @@ def made_by(make: Factory, rank: int, world_size: int) -> Any:
 
 
 def _whole(facts: LoaderFacts[Any], share: Share) -> LoaderFacts[Any]:
-    """Return a look at the loader as one that leaves nothing out; where whole batches are shared, no batch."""
+    """Return the facts of a loader that leaves out no incomplete batch; unchanged if whole batches are shared."""
     if not facts.drop_last or facts.unit in {ShardedUnit.BATCH, ShardedUnit.UNBATCHED}:
         return facts
     if facts.unit is ShardedUnit.ITERABLE:
@@ -162,7 +162,7 @@ def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
 
 
 def _shared(facts: LoaderFacts[Any]) -> dict[int, Any]:
-    """Return large data that copies share with the loader, as a memo for ``copy.deepcopy``."""
+    """Return the large data that copies share with the loader, as a memo for ``copy.deepcopy``."""
     is_iterable = facts.unit is ShardedUnit.ITERABLE
     memo: dict[int, Any] = {} if is_iterable else {id(facts.dataset): facts.dataset}
     for holder in (*facts.samplers, *nested_samplers(facts.loader.sampler), *([facts.dataset] if is_iterable else [])):
@@ -180,7 +180,7 @@ def _shared(facts: LoaderFacts[Any]) -> dict[int, Any]:
 
 
 class _Index(Dataset[Any]):
-    """Stands for a dataset, and gives an index itself where that gives a sample."""
+    """A stand-in for a dataset, which returns the index itself instead of a sample."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -192,12 +192,12 @@ class _Index(Dataset[Any]):
         return index
 
     def __getitems__(self, indices: Any) -> list[Any]:
-        """Return all indices of a batch, as torch asks for them at once."""
+        """Return all indices of a batch, because torch reads a batch at once."""
         return list(indices)
 
 
 def indexed(dataset: Any) -> Dataset[Any]:
-    """Return a dataset that gives for an index that of the sample below the dataset's ``Subset`` layers.
+    """Return a dataset that maps an index to the index below the dataset's ``Subset`` layers.
 
     Examples:
         >>> indexed(Subset(Subset("abcdef", [1, 3, 5]), [2, 0])).__getitems__([0, 1])
@@ -207,32 +207,32 @@ def indexed(dataset: Any) -> Dataset[Any]:
 
 
 def _base_of(dataset: Any) -> Any:
-    """Return the dataset below all ``Subset`` layers, or the dataset itself where it has none."""
+    """Return the dataset below all ``Subset`` layers, or the dataset itself if it has none."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset
 
 
 def _is_in_memory(dataset: Any) -> bool:
-    """Tell whether a dataset holds its samples, and gives them by looking them up."""
+    """Return whether a dataset has its samples in memory, and only looks them up."""
     if isinstance(dataset, ConcatDataset):
         return all(map(_is_in_memory, dataset.datasets))
     return isinstance(_base_of(dataset), list | tuple | range | np.ndarray | torch.Tensor | TensorDataset)
 
 
-# A whole number; or a hash of any other key or sample, and its text to show to people.
+# An index; or a hash and a readable text of any other key or sample.
 _Identity: TypeAlias = int | tuple[str, str]
 
 
 def _identity(item: Any) -> _Identity:
-    """Return what tells an item from others: an index, or a sample where no index is known."""
+    """Return the identity of an item: its index, or a hash if it is no index."""
     number = item.item() if isinstance(item, torch.Tensor) and item.ndim == 0 else item
     is_index = isinstance(number, int | np.integer) and not isinstance(number, bool) and 0 <= number < 2**63
     return int(number) if is_index else (fingerprint([item]), reprlib.repr(item))
 
 
 class Coding:
-    """Give every identity a number: an index is its own number, any other the next negative one.
+    """Numbers for identities: an index is its own number, any other identity gets the next negative number.
 
     Examples:
         >>> coding = Coding()
@@ -251,7 +251,7 @@ class Coding:
         return [each if isinstance(each, int) else self._number(*each) for each in found]
 
     def name(self, code: int) -> str:
-        """Return an item as text to show to people."""
+        """Return the readable text of an item."""
         return str(code) if code >= 0 else self._names[-1 - code]
 
     def _number(self, key: str, name: str) -> int:
@@ -263,17 +263,17 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class RankGiven:
-    """Hold what one rank was given in one epoch.
+    """One rank's samples in one epoch.
 
     Attributes:
-        items: Number of each item in the order given, shape (items,).
-        sizes: Number of items in each step's batch, shape (steps,).
-        ended: Whether the epoch came to its end; if not, these are its first items.
-        lengths: What ``len(loader)`` returned before and after the epoch; None where it raised.
-        error: The exception that ended the epoch, as text; None without one.
-        workers: Which worker made each step's batch, shape (steps,).
-        parts: How many items each worker's part of an iterable dataset has, where a patched loader's workers read a
-            part each; empty where they do not.
+        items: The number of each item, in order, shape (items,).
+        sizes: How many items each step's batch has, shape (steps,).
+        ended: Whether the epoch came to its end; if not, ``items`` are its first items.
+        lengths: ``len(loader)`` before and after the epoch; None if it raised an error.
+        error: The text of the error that ended the epoch; None without an error.
+        workers: The number of the worker that made each step's batch, shape (steps,).
+        parts: How many items each worker's part of an iterable dataset has, if a patched loader's workers each read a
+            part; else empty.
     """
 
     items: Numbers
@@ -286,22 +286,22 @@ class RankGiven:
 
     @property
     def batches(self) -> list[Numbers]:
-        """Return the items of each step."""
+        """The items of each step."""
         return np.split(self.items, np.cumsum(self.sizes)[:-1]) if len(self.sizes) else []
 
     def first_steps(self, steps: int) -> "RankGiven":
-        """Return what the first ``steps`` steps gave."""
+        """Return the samples of the first ``steps`` steps."""
         sizes = self.sizes[:steps]
         return replace(self, items=self.items[: int(sizes.sum())], sizes=sizes, ended=False)
 
     def has_same_samples(self, other: "RankGiven") -> bool:
-        """Tell whether another process was given the same samples, in whatever order."""
+        """Return whether another process got the same samples, in any order."""
         return len(self.items) == len(other.items) and np.array_equal(np.sort(self.items), np.sort(other.items))
 
     def read_once(self) -> "RankGiven":
-        """Return what one worker was given if all workers were given the same, in whatever order.
+        """Return one worker's samples if all workers got the same samples, in any order.
 
-        Workers that all read the whole of an iterable dataset have no more to share than one of them.
+        If each worker reads the whole of an iterable dataset, ranks have one worker's samples to share.
 
         Examples:
             >>> steps, workers = np.ones(4, int), np.array([0, 1, 0, 1])
@@ -320,31 +320,31 @@ class RankGiven:
 # ---- a rank ----
 
 
-# Seed ranks with this and their rank, so that no two are seeded alike.
+# Ranks are seeded by this number and their rank, so that no two are seeded alike.
 _SEED = 20_000
 
 
 class Rank:
-    """Stand for one rank, with its own loader and its own global random states.
+    """A simulated rank, with its own loader and its own global random states.
 
     Args:
-        subject: What is audited.
+        subject: The subject of the audit.
         rank: The rank.
         world_size: The number of ranks.
-        seeded_as: The rank whose global random states this one starts with.
+        seeded_as: The number of the rank by which the global random states are seeded.
 
     Attributes:
-        is_iterable: Whether the dataset is iterable, so that it is read and has no indices.
-        readers: How many workers read it; 1 of any other dataset.
+        is_iterable: Whether the dataset is iterable, so that its samples are read, because it has no indices.
+        readers: How many workers read an iterable dataset; 1 for any other dataset.
         divides_batches: Whether each rank takes a part of every batch of one process.
-        makes_batches: Whether a batch sampler of its own makes the batches, which ranks may share as a whole.
+        makes_batches: Whether a batch sampler other than torch's makes the batches, which ranks may share as a whole.
         drops_batch: Whether the loader leaves out a last, incomplete batch.
         drops_round: Whether a sampler leaves out the last, incomplete round of ranks.
         base: The dataset below torch's ``Subset`` layers.
-        is_in_memory: Whether it holds its samples.
+        is_in_memory: Whether the dataset has its samples in memory.
 
     Raises:
-        UnsupportedLoaderError: The dataset ignores its index, so indices tell nothing of what ranks get.
+        UnsupportedLoaderError: The dataset ignores its index, so indices do not show which samples ranks get.
     """
 
     def __init__(self, subject: Audited, rank: int, world_size: int, seeded_as: int) -> None:
@@ -369,7 +369,7 @@ class Rank:
         self.is_in_memory: bool = _is_in_memory(facts.dataset)
 
     def epoch(self, number: int, coding: Coding, by_value: bool = False) -> RankGiven:
-        """Iterate the loader once more, as epoch ``number``; compare samples by their values or by their indices."""
+        """Iterate the loader once more, as epoch ``number``; identify samples by their values or by their indices."""
         if self._loader is None:
             self._loader = self._noting(by_value)
         with warnings.catch_warnings(), self._ambient, unwatched():
@@ -385,11 +385,11 @@ class Rank:
             return replace(given, lengths=lengths, workers=workers, parts=self._parts())
 
     def _noting(self, by_value: bool) -> DataLoader[Any]:
-        """Return the loader, made to give what tells the samples of its batches from others.
+        """Return the loader with a ``collate_fn`` that returns the identities of a batch's samples.
 
-        Workers matter only where they read: of an iterable dataset. Elsewhere there are none, and no sample is read. A
-        factory's loader stays as it is, and so does one whose class has an iteration of its own, which would expect the
-        user's batches: they are iterated as torch's own loader.
+        Only an iterable dataset is read, and only then workers are started. The loaders of a factory, and of classes
+        with an iteration of their own, which would expect the user's batches, are not changed: a plain DataLoader with
+        their attributes is iterated instead.
         """
         facts, kind = self._facts, type(self._facts.loader)
         are_batches = facts.loader.batch_sampler is not None or self.makes_batches
@@ -401,7 +401,7 @@ class Rank:
             return change_loader(facts.loader, **new)
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
         kept = {name: value for name, value in vars(facts.loader).items() if name not in OWN_METHODS}
-        # A loader around another one, as accelerate's, has that one's attributes without holding them.
+        # A loader around another one, as accelerate's, has the inner loader's attributes without storing them.
         others = [name for name in vars(DataLoader([0])) if name not in kept and hasattr(facts.loader, name)]  # type: ignore[arg-type]  # torch takes any sequence
         kept |= {name: getattr(facts.loader, name) for name in others}
         if not self.is_iterable:
@@ -410,7 +410,7 @@ class Rank:
         return plain
 
     def _parts(self) -> tuple[int, ...]:
-        """Return how many items each worker's part has, if a patched loader's workers read a part each."""
+        """Return how many items each worker's part has, if a patched loader's workers each read a part."""
         by = self._facts.sharded_by
         latest = by.rank_passes.epochs.latest if isinstance(by, EpochSampler) else None
         if latest is None or not latest.source.is_in_parts:
@@ -419,18 +419,18 @@ class Rank:
 
 
 def _noted(are_batches: bool, batch: Any) -> tuple[list[_Identity], int]:
-    """Serve as a ``collate_fn``: return what tells a batch's samples from others, and which worker made it."""
+    """Return the identities of a batch's samples, and the worker that made the batch: a ``collate_fn``."""
     info = get_worker_info()
-    # A patched loader notes who asks which worker this is. This asks nobody.
+    # A patched loader records reads of the worker's id. This read is not recorded.
     worker = 0 if info is None else object.__getattribute__(info, "id")
     items = batch if are_batches else [batch]
     if set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**63:
-        return list(items), worker  # indices, as most are
+        return list(items), worker  # plain indices, the usual case
     return list(map(_identity, items)), worker
 
 
 def _drawn(loader: DataLoader[Any], coding: Coding, most: int) -> RankGiven:
-    """Draw an epoch, or its first items; stop when there are ``most``."""
+    """Draw an epoch, or its first ``most`` items."""
     items, sizes, workers = array("q"), array("q"), array("q")
     ended, error = False, None
     steps: Iterator[tuple[list[_Identity], int]] = iter(())
@@ -444,20 +444,20 @@ def _drawn(loader: DataLoader[Any], coding: Coding, most: int) -> RankGiven:
                 break
         else:
             ended = True
-    except Exception as raised:  # noqa: BLE001 - the user's own: this rank would see it, too
+    except Exception as raised:  # noqa: BLE001 - the user's own error, which a real rank would raise, too
         text = message_of(raised)
         # torch sends a worker's error with its traceback.
         is_workers = " in DataLoader worker process " in text.partition("\n")[0]
         error = text.rstrip().rpartition("\n")[2] if is_workers else f"{type(raised).__name__}: {text}"
     if not (ended or error):
-        # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is none.
+        # Ask for one more step, because the epoch may end here. An error after the last requested item does not count.
         with suppress(Exception):
             ended = next(steps, None) is None
     return RankGiven(_narrow(items), _narrow(sizes), ended, error=error, workers=_narrow(workers))
 
 
 def _narrow(numbers: Sequence[int]) -> Numbers:
-    """Return whole numbers as an array, in 32 bits where they fit."""
+    """Return whole numbers as an array, of 32 bits if they fit."""
     codes, bounds = np.array(numbers, np.int64), np.iinfo(np.int32)
     fits = not len(codes) or (codes.min() >= bounds.min and codes.max() <= bounds.max)
     return codes.astype(np.int32) if fits else codes

@@ -1,4 +1,4 @@
-"""The report of an audit, several of them, and their page: what they hold, and how they show it."""
+"""The report of an audit, reports of several loaders, and how reports are shown: as text, Markdown and HTML."""
 
 import platform
 import re
@@ -21,23 +21,24 @@ __all__ = ["EpochReport", "Report", "Reports", "annotation", "page"]
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
-    """Tell what the ranks got in one epoch.
+    """The ranks' samples in one epoch, in numbers.
 
     Attributes:
         epoch: The epoch's number, from 0.
-        items: Number of samples that each rank got, shape (ranks,).
-        steps: Number of batches that each rank got, shape (ranks,).
+        items: How many samples each rank got, shape (ranks,).
+        steps: How many batches each rank got, shape (ranks,).
         expected: How many samples a single process would get.
-        distinct: How many different ones a single process would get, as far as they can be distinguished.
-        missing: How many no rank got. None where only a part was looked at, or where samples cannot be compared: all
-            are equal, or an iterable dataset makes new ones in each pass.
-        repeated: How many times ranks got one more often than a single process would, padding included and foreign ones
-            not. None where it is not known.
+        distinct: How many different samples a single process would get, as far as samples can be distinguished.
+        missing: How many samples no rank got. None if only a part was drawn, or if samples cannot be compared: all are
+            equal, or an iterable dataset makes new samples in each pass.
+        repeated: How many times in all ranks got a sample more often than a single process would, with padding, without
+            foreign samples. None if not known.
         padding: How many of these repeats fill the last round.
-        dropped: How many of the missing ones the loader was asked to leave out.
-        foreign: How many ranks got that a single process never gets. None where it is not known.
-        imbalance: The slowest rank's cost over the ranks' mean, over all steps; 1 is balance. None without ``cost``.
-        unbalanced: The same without ``cost``, where that balances the loader.
+        dropped: How many of the missing samples the loader leaves out on purpose.
+        foreign: How many samples ranks got that a single process never gets. None if not known.
+        imbalance: The slowest rank's cost divided by the ranks' mean, over all steps; 1 is balanced. None without
+            ``cost``.
+        unbalanced: The imbalance without ``cost=``, if ``cost=`` balances the loader.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -64,7 +65,7 @@ class EpochReport:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing is known to be missing or repeated but what may be, and nothing foreign."""
+        """Whether no sample is known to be missing or repeated, beyond the allowed ones, and none is foreign."""
         is_filled = self.repeated in (None, self.padding)
         return is_filled and self.missing in (None, self.dropped) and not self.foreign
 
@@ -73,7 +74,7 @@ class EpochReport:
 
 
 def _told(epochs: Sequence[EpochReport]) -> str:
-    """Return what the ranks got in some epochs, in one line."""
+    """Return the ranks' samples in some epochs, in one line of words."""
     expected = f"{_range([epoch.expected for epoch in epochs])} samples"
     counts = {
         "padding": [epoch.padding for epoch in epochs],
@@ -113,18 +114,18 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell what every rank would get of a loader. A notebook shows it with a picture.
+    """The report on what every rank would get of a loader. A notebook shows the report with a picture.
 
     Attributes:
-        name: The name of the loader's class, or of the function that makes loaders.
+        name: The name of the loader's class, or of the factory.
         how: How the loader was sharded and simulated, in words.
         world_size: The number of ranks.
-        epochs: What the ranks got, epoch by epoch.
-        epochs_differ: Whether every epoch had another order; None where there was one epoch.
-        is_sample: Whether only the first items of each rank were looked at.
-        problems: What is wrong.
-        allowed: What is wrong but was allowed.
-        pictured: What the picture is drawn from.
+        epochs: The ranks' samples, epoch by epoch.
+        epochs_differ: Whether every epoch had another order; None if there was only one epoch.
+        is_sample: Whether only the first items of each rank were drawn.
+        problems: The problems that were found.
+        allowed: The problems that were allowed.
+        pictured: The numbers of the picture.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -150,7 +151,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the loader passes: there is no problem that was not allowed."""
+        """Whether the loader passes: all problems are allowed."""
         return not self.problems
 
     def raise_for_problems(self) -> None:
@@ -164,19 +165,19 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """What the ranks got, in one line."""
+        """The ranks' samples, in one line of words."""
         allowed = "".join(f"; allowed: {problem.kind}" for problem in self.allowed)
         return f"{self.world_size} ranks x {_told(self.epochs)}{allowed}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what was found as pairs of a name and a text, to show to people."""
+        """Return the findings as pairs of a name and a readable text."""
         found = [("ranks", str(self.world_size)), ("how", self.how)]
         found += [(f"epoch {epoch.epoch}", str(epoch)) for epoch in self.epochs]
         found.append(("epochs differ", {True: "yes", False: "no", None: "not known"}[self.epochs_differ]))
         return [*found, *(("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as values that JSON has, the same in every run; without ``pictured``, with versions."""
+        """Return the report as JSON values, the same in every run; without ``pictured``, with versions."""
         found = asdict(replace(self, pictured=Pictured()))
         del found["pictured"]
         return {"ok": self.ok, **found, "versions": _versions()}
@@ -214,7 +215,7 @@ class Report:
 
     @property
     def details(self) -> str:
-        """The problems, and below them all that was found, in lines."""
+        """The problems, and below them all facts, in lines."""
         lines = []
         for problem in self.problems:
             lines += [f"✘ {problem.kind} ({problem.where})", f"{problem.what} {problem.why}"]
@@ -239,7 +240,7 @@ class Reports(dict[str, Report]):
         return all(report.ok for report in self.values())
 
     def raise_for_problems(self) -> None:
-        """Raise an error that lists the problems, unless all pass.
+        """Raise an error that lists the problems, unless all loaders pass.
 
         Raises:
             AuditError: ``ok`` is False.
@@ -267,14 +268,14 @@ class Reports(dict[str, Report]):
 
 
 def _markdown(text: str) -> str:
-    """Return Markdown that shows a text as it is, in one line."""
-    # Leave underscores within a word: Markdown takes them as they are.
+    """Return a text as one line of Markdown, with special characters escaped."""
+    # Underscores within a word are not special.
     special = r"[\\`*\[\]<>|]|(?<![^\W_])_+|_+(?![^\W_])"
     return re.sub(special, lambda found: "".join(f"\\{each}" for each in found[0]), " ".join(text.split()))
 
 
 def annotation(place: str, problem: Problem, made_at: str = "") -> str:
-    """Return what GitHub shows of a job that prints it, beside the line that made the loader if that is known.
+    """Return a workflow command for GitHub, which shows the problem, beside the loader's line if this is known.
 
     Examples:
         >>> problem = Problem("padding", "50 % are", "epoch 0", "It counts twice.", "Use uneven='keep'.")
@@ -288,7 +289,7 @@ def annotation(place: str, problem: Problem, made_at: str = "") -> str:
 
 
 def _escaped(value: str, signs: str = "%\r\n:,") -> str:
-    """Return a text of an annotation: in its title more signs have a meaning than in its text."""
+    """Return a text with special signs escaped; the title of an annotation has more special signs than its text."""
     return "".join(f"%{ord(sign):02X}" if sign in signs else sign for sign in value)
 
 
@@ -306,13 +307,13 @@ def _facts_html(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def _notebook(reports: Mapping[str, Report]) -> str:
-    """Return reports below their headings with all that they need, to show in a notebook."""
+    """Return reports and their styles as HTML, to show in a notebook."""
     sections = "".join(report.html(heading) for heading, report in reports.items())
     return f"<div><style>{_css('report.css')}</style>{sections}</div>"
 
 
 def page(reports: Mapping[str, Report]) -> str:
-    """Return reports as an HTML page that holds everything it shows.
+    """Return reports as an HTML page that loads no other file.
 
     Args:
         reports: The reports by the places of their loaders, such as ``loaders.train``.

@@ -1,4 +1,4 @@
-"""A made-up world: what every rank is given in an epoch, and how that compares with what one process is given."""
+"""A simulated world: the samples of every rank in an epoch, compared with the samples of one process."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -20,22 +20,22 @@ __all__ = ["Costs", "Coverage", "EpochGiven", "StepCosts", "World", "counts_of",
 
 
 Costs: TypeAlias = NDArray[np.float64]
-# Tells what each step cost that a rank was given.
+# Returns the cost of each of a rank's steps.
 StepCosts: TypeAlias = Callable[[RankGiven], Costs]
-# Numbers of the samples that all ranks together got too seldom, too often, and that one process never gets: each as
-# many times as it is too seldom or too often, in order.
+# The samples that all ranks together got too seldom, the samples that they got too often, and the samples that one
+# process never gets. Each comes as many times as it is too seldom or too often, in order.
 Coverage: TypeAlias = tuple[Numbers, Numbers, Numbers]
 
 
 @dataclass(frozen=True, slots=True)
 class EpochGiven:
-    """Hold one epoch as every rank was given it, and as a single process would.
+    """The samples of every rank in an epoch, and of a single process.
 
     Attributes:
         number: The epoch's number, from 0.
-        ranks: What each rank was given, by rank.
-        alone: What a single process would be given, its last incomplete batch included.
-        parts: How many samples each part has that ranks share in rounds of its own; empty where they share one stream.
+        ranks: The samples of each rank, by rank.
+        alone: The samples of a single process, with its last, incomplete batch.
+        parts: How many samples each part has, if ranks share several parts in separate rounds; else empty.
         is_iterable: Whether items are samples read from an iterable dataset, not indices.
     """
 
@@ -47,19 +47,19 @@ class EpochGiven:
 
     @property
     def is_sample(self) -> bool:
-        """Tell whether only a part of the epoch was drawn."""
+        """Whether only a part of the epoch was drawn."""
         return not all(given.ended for given in (*self.ranks, self.alone))
 
     @property
     def largest_batch(self) -> int:
-        """Return how many samples the largest batch has."""
+        """How many samples the largest batch has."""
         return max(int(given.sizes.max(initial=1)) for given in (*self.ranks, self.alone))
 
     def coverage(self) -> Coverage | None:
-        """Compare samples; None where they cannot be compared.
+        """Compare the ranks' samples with one process's; return None if samples cannot be compared.
 
-        They cannot where all samples are equal, where an iterable dataset makes others in each pass, and in a part of
-        an epoch in which one process repeats some.
+        Samples cannot be compared if all are equal, if an iterable dataset makes new samples in each pass, or if only a
+        part of an epoch was drawn, in which one process repeats samples.
         """
         expected, shares = self.alone.items, [given.items for given in self.ranks]
         if self.is_constant or self._is_made_anew():
@@ -71,15 +71,16 @@ class EpochGiven:
 
     @property
     def is_constant(self) -> bool:
-        """Tell whether all samples are equal, which indices of different samples never are."""
+        """Whether all samples are equal by value; indices of different samples never are."""
         items = self.alone.items
         is_by_value = len(items) > 1 and (self.is_iterable or items[0] < 0)
         return bool(is_by_value) and all(bool((each.items == items[0]).all()) for each in (self.alone, *self.ranks))
 
     def _is_made_anew(self) -> bool:
-        """Tell whether ranks got hardly any sample that one process got of an iterable dataset, if none is a number.
+        """Return whether an iterable dataset makes new samples in each pass: ranks got few samples of one process.
 
-        Rank 0 does not count: it starts with the random states of the single process, and may make the same samples.
+        Rank 0 does not count, because it starts with the random states of the single process, and may make the same
+        samples. Samples that are whole numbers never count as new.
         """
         got = _joined([given.items for given in self.ranks[1:]])
         if not self.is_iterable or self.is_sample or not len(self.alone.items) or got.max(initial=-1) >= 0:
@@ -87,13 +88,13 @@ class EpochGiven:
         return bool(10 * np.count_nonzero(np.isin(got, self.alone.items)) < len(got))
 
     def foreign_batches(self) -> list[Numbers]:
-        """Return the batches of ranks that are none of one process': those hold other samples, or in another order."""
+        """Return the ranks' batches that one process does not make: they have other samples, or in another order."""
         own = {batch.astype(np.int64).tobytes() for batch in self.alone.batches}
         every = (batch for given in self.ranks for batch in given.batches)
         return [batch for batch in every if batch.astype(np.int64).tobytes() not in own]
 
     def has_torn_batches(self) -> bool:
-        """Tell whether several ranks hold pieces of most of the batches that one process makes."""
+        """Return whether several ranks have pieces of most of the batches that one process makes."""
         wholes = {frozenset(batch.tolist()) for batch in self.alone.batches}
         whole_of = {item: whole for whole in wholes for item in whole}
         ranks_with_piece: dict[frozenset[int], set[int]] = {}
@@ -109,7 +110,7 @@ class EpochGiven:
 
 
 def coverage(expected: Numbers, shares: Sequence[Numbers]) -> Coverage:
-    """Compare what ranks' shares hold with what is expected.
+    """Compare the samples in the ranks' shares with the expected samples.
 
     Examples:
         >>> [found.tolist() for found in coverage(np.array([0, 1, 2]), [np.array([0, 2]), np.array([2, 0, 0, 7])])]
@@ -129,15 +130,15 @@ def coverage(expected: Numbers, shares: Sequence[Numbers]) -> Coverage:
 
 
 def _joined(parts: Sequence[Numbers]) -> Numbers:
-    """Return arrays, of which there may be none, one after the other."""
+    """Concatenate arrays, of which there may be none."""
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
 def dense(arrays: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
-    """Renumber what arrays hold, from 0 and with few gaps, so that a table indexed by number is small.
+    """Renumber the elements of arrays, from 0 and with few gaps, so that a table indexed by number is small.
 
     Returns:
-        The old number of each new one, shape (numbers,); and the arrays in new numbers, in their shapes.
+        The old number of each new number, shape (numbers,); and the arrays in new numbers.
 
     Examples:
         >>> names, (first, second) = dense([np.array([10**15, 7]), np.array([7])])
@@ -153,7 +154,7 @@ def dense(arrays: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
     return names, np.split(places, np.cumsum([len(array) for array in arrays])[:-1])
 
 
-# Count this many items at once: bincount converts its argument to 64 bits.
+# How many items are counted at once: bincount converts its argument to 64 bits.
 _PIECE = 2**21
 
 
@@ -166,7 +167,7 @@ def counts_of(items: Numbers, span: int) -> Numbers:
 
 
 def signature(ranks: Sequence[RankGiven]) -> bytes:
-    """Return a hash of what ranks were given: two epochs with one order have one hash."""
+    """Return a hash of the ranks' samples in order: two epochs with the same order have the same hash."""
     running = hashlib.blake2b(digest_size=16)
     for given in ranks:
         running.update(b"%d:" % len(given.items))
@@ -177,28 +178,28 @@ def signature(ranks: Sequence[RankGiven]) -> bytes:
 # ---- the world ----
 
 
-# Cuts what one process gets into a rank's share.
+# Returns a rank's share of the samples of one process.
 _Cut: TypeAlias = Callable[[int, RankGiven], RankGiven]
-# Let all of up to this many ranks iterate their loaders; of more, let some.
+# Up to _ALL ranks all iterate their loaders; of more ranks, only _SOME.
 _ALL, _SOME = 64, 8
 
 
 class World:
-    """Draw what is audited on every rank, and in a world of one rank, which gets everything there is to shard.
+    """Simulates the loader on every rank, and in a world of one rank, which gets all samples.
 
     Args:
-        subject: What is audited.
+        subject: The subject of the audit.
         world_size: The number of ranks.
 
     Attributes:
-        coding: Gives every item its number.
-        iterating: Which ranks iterate their own loaders. The others' shares are cut from what one process gets, as
-            long as that gives what these iterate.
+        coding: The numbers of all items.
+        iterating: The ranks that iterate their own loaders. Other ranks' shares are computed from the samples of one
+            process, as long as the computed shares of the iterating ranks are right.
         rank0: Rank 0, whose loader is like that of every rank.
 
     Raises:
-        InvalidOptionError: Each rank has a dataset of its own, so one index is another sample on each, and the samples
-            are not held in memory.
+        InvalidOptionError: Each rank has a dataset of its own, so the same index is a different sample on each rank,
+            and the samples are not in memory.
     """
 
     def __init__(self, subject: Audited, world_size: int) -> None:
@@ -209,16 +210,16 @@ class World:
         some = np.linspace(0, world_size - 1, _SOME).astype(int).tolist()
         self.iterating: Sequence[int] = range(world_size) if self._cut is None else some
         self._ranks = [Rank(subject, rank, world_size, rank) for rank in self.iterating]
-        # What balanced ranks get is compared with what one process gets without: it loses nothing in a deal.
+        # Compare balanced ranks with one process without cost=, to find samples that balancing loses.
         given = {name: value for name, value in subject.options.items() if name != "cost"}
         self._whole = replace(subject, max_items=subject.max_items * world_size, whole=True, options=given)
         self._alone = Rank(self._whole, 0, 1, 0)
         self.rank0: Rank = self._ranks[0]
-        # Compare samples by their values where each rank holds data of its own in memory.
+        # Compare samples by their values if each rank has data of its own in memory.
         self._by_value = subject.is_made and self._holds_own_data()
 
     def _holds_own_data(self) -> bool:
-        """Tell whether ranks have datasets of their own below torch's ``Subset`` layers, which hold their samples."""
+        """Return whether ranks have datasets of their own below torch's ``Subset`` layers, with samples in memory."""
         everyone = [*self._ranks, self._alone]
         if len({id(rank.base) for rank in everyone}) == 1:
             return False
@@ -236,18 +237,18 @@ class World:
         return False
 
     def epoch(self, number: int) -> EpochGiven:
-        """Draw an epoch: ranks go on from where they are, so ask for all, one after the other."""
+        """Draw an epoch. Ranks go on from the epoch before, so draw all epochs in order."""
         *ranks, alone = (rank.epoch(number, self.coding, self._by_value) for rank in (*self._ranks, self._alone))
         if not self.subject.patches:
             alone = alone.read_once()
         if self._cut is not None:
             ranks = self._with_others(self._cut, number, ranks, alone)
-        # Each batch that is divided is a part that ranks share, too.
+        # Each divided batch is a part that ranks share, too.
         parts = tuple(alone.sizes.tolist()) if self.rank0.divides_batches else alone.parts
         return EpochGiven(number, _in_step(ranks), alone, parts, self.rank0.is_iterable)
 
     def _with_others(self, cut: _Cut, number: int, some: Sequence[RankGiven], alone: RankGiven) -> list[RankGiven]:
-        """Return what all ranks get: cut from what one process does if some of them got just that, else iterated."""
+        """Return the samples of all ranks: computed from one process's if some ranks confirm it, else iterated."""
         ranks = [cut(rank, alone) for rank in range(self.world_size)]
         own = dict(zip(self.iterating, some, strict=True))
         if all(_are_equal(*_in_step([mine, ranks[rank]])) for rank, mine in own.items()):
@@ -257,7 +258,7 @@ class World:
         return self._drawn_to(number, self._ranks)
 
     def _drawn_to(self, number: int, ranks: Sequence[Rank]) -> list[RankGiven]:
-        """Draw an epoch, and those before it, on new ranks."""
+        """Draw an epoch on new ranks, after drawing the epochs before it."""
         for before in range(number):
             for rank in ranks:
                 rank.epoch(before, self.coding, self._by_value)
@@ -266,24 +267,24 @@ class World:
     def alike(self, epoch: EpochGiven) -> EpochGiven:
         """Draw an epoch again, on new ranks that are all seeded alike."""
         if self._cut is not None:
-            return epoch  # what one process gets does not depend on how ranks are seeded
+            return epoch  # the samples of one process do not depend on how ranks are seeded
         ranks = [Rank(self.subject, rank, self.world_size, 0) for rank in range(self.world_size)]
         return replace(epoch, ranks=_in_step(self._drawn_to(epoch.number, ranks)))
 
     def is_changed_by_epoch(self, first: RankGiven) -> bool:
-        """Tell whether ``set_epoch(1)`` would have given rank 0 another first pass than ``first``."""
+        """Return whether ``set_epoch(1)`` changes the order of rank 0's first pass."""
         rank = Rank(replace(self.subject, set_epoch=True), 0, self.world_size, 0)
         again = rank.epoch(1, self.coding, self._by_value).first_steps(len(first.sizes))
         return signature([again]) != signature([first])
 
     def unpatched(self, seeded_as: int) -> RankGiven:
-        """Draw the first epoch of the loader as it is, whole, in one process."""
+        """Draw the whole first epoch of the unpatched loader in one process."""
         subject = replace(self._whole, patch=False, options={}, set_epoch=True)
         return Rank(subject, 0, 1, seeded_as).epoch(0, self.coding)
 
 
 def _cut_of(subject: Audited, world_size: int) -> _Cut | None:
-    """Return what cuts a rank's share of a patched loader; None if that is more than cutting one order."""
+    """Return a function that computes a rank's share of a patched loader; None if an order alone does not suffice."""
     if not subject.patch or not isinstance(subject.make, LoaderFacts):
         return None
     options = Options(**subject.options)
@@ -295,12 +296,12 @@ def _cut_of(subject: Audited, world_size: int) -> _Cut | None:
 
 
 def share_of(plan: Plan, batching: Batching | None, alone: RankGiven) -> RankGiven:
-    """Return what a rank gets of what one process does: its samples, in batches of its own, or its batches.
+    """Return a rank's share of one process's samples: samples in batches of its own, or whole batches.
 
     Args:
-        plan: Says which are the rank's.
-        batching: How a rank makes batches of its samples; None where ranks share the batches of one process.
-        alone: What one process gets.
+        plan: The rank's plan.
+        batching: How a rank makes batches of its samples; None if ranks share the batches of one process.
+        alone: The samples of one process.
 
     Examples:
         >>> alone = RankGiven(np.array([7, 8, 9, 5, 6]), np.array([2, 2, 1]), ended=True)
@@ -325,13 +326,13 @@ def share_of(plan: Plan, batching: Batching | None, alone: RankGiven) -> RankGiv
 
 
 def _are_equal(one: RankGiven, other: RankGiven) -> bool:
-    """Tell whether a rank got the same samples in the same batches, and all of them where the other did."""
+    """Return whether two ranks have the same samples in the same batches, and both ended or both did not."""
     is_same = np.array_equal(one.items, other.items) and np.array_equal(one.sizes, other.sizes)
     return is_same and one.ended == other.ended and one.error is None
 
 
 def _in_step(ranks: Sequence[RankGiven]) -> list[RankGiven]:
-    """Cut what was drawn of a longer epoch to the same number of steps on every rank."""
+    """If only a part of an epoch was drawn, cut all ranks to the same number of steps."""
     if all(given.ended or given.error for given in ranks):
         return list(ranks)
     steps = min(len(given.sizes) for given in ranks if not given.ended)
