@@ -44,7 +44,7 @@ _COMPARED = 256
 
 
 class ElasticLoader(Generic[T]):
-    """A loader for replicas that come and go, with a replica's batch of a step and the positions around it.
+    """Shares a loader among replicas that come and go: returns a replica's batch of a step, and keeps the position.
 
     Args:
         loader: The finished loader, which is not patched.
@@ -111,7 +111,7 @@ class ElasticLoader(Generic[T]):
 
         Args:
             step: The number of the step, which grows by one with each step that counts.
-            rank: This replica among those that take part.
+            rank: This replica's rank in the step.
             num_replicas: How many replicas take part.
 
         Raises:

@@ -208,7 +208,7 @@ class OutputsError(DDPPatchError, ValueError):
 
 
 class StreamLengthError(DDPPatchError, RuntimeError):
-    """A sampler gave more or fewer items than it was asked for, or a dataset ended a pass by StopIteration."""
+    """A sampler yielded more or fewer items than it should, or a dataset ended a pass by StopIteration."""
 
 
 class RanksFailedError(DDPPatchError, RuntimeError):
@@ -244,7 +244,7 @@ class StreamOrderWarning(DDPPatchWarning):
 
 
 class RankMismatchWarning(DDPPatchWarning):
-    """The ranks' data or items differ, but harmless programs differ so, too: samples may be lost."""
+    """The ranks' data or items differ in a way that may be harmless, or may mean that samples are lost."""
 
 
 class UnpatchedLoaderWarning(DDPPatchWarning):

@@ -100,7 +100,7 @@ _STATEFUL = ("state_dict", "load_state_dict")
 
 
 class OwnMethods:
-    """The methods of one patched loader, stored as its attributes, because its class stays that of the unpatched one.
+    """The methods of one patched loader. They are stored as its attributes, because its class is not changed.
 
     The loader's iterators count the batches that they yield. ``state_dict`` and ``load_state_dict`` save and restore
     the loader's position. A deep copy of the loader and a pickled one have methods of their own. A shallow copy has
@@ -220,7 +220,7 @@ class OwnMethods:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position; or a placeholder with the reason why there is none."""
-        from ddp_patch.resume import state_on_this_rank, state_or_reason  # most trainings do not need these
+        from ddp_patch.resume import state_on_this_rank, state_or_reason  # few trainings need these functions
 
         loader = self.loader()
         if (trainer := lightning_trainer_that_saves()) is None:
@@ -270,7 +270,7 @@ class OwnMethods:
 
         passes: Any = self._passes
         current: Any = None if passes is None else passes.epochs.running
-        counts_here = current is not None and self._kind is type(loader)  # torchdata's loader counts by itself
+        counts_here = current is not None and self._kind is type(loader)  # torchdata's loader counts its own batches
         is_within = counts_here and current.delivery.batches and current.delivery.state is not State.ENDED
         if is_within and items_left(passes, current.start) is None:
             raise StateError(

@@ -28,7 +28,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to shard a stream; ``patch_dataloader_to_ddp`` describes each option.
+    """The options of sharding a stream; ``patch_dataloader_to_ddp`` describes each option.
 
     Attributes:
         cost: What items cost, if steps are balanced.

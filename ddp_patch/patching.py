@@ -119,8 +119,9 @@ def patch_dataloader_to_ddp(
     """Shard a finished loader: return a copy that gives this rank its part, with your sampler intact.
 
     Call it on every rank, after ``torch.distributed.init_process_group()``. ``batch_size`` stays per rank. Together the
-    ranks see what the patched loader gives on one rank, in the same order, whatever the number of ranks. ``uneven``
-    says what the last round repeats or leaves out, and ``drop_last=True`` leaves out each rank's incomplete batch.
+    ranks get the samples that the patched loader yields on one rank, in the same order, for any number of ranks.
+    ``uneven`` says what the last round repeats or leaves out, and ``drop_last=True`` leaves out each rank's incomplete
+    batch.
 
     A sampler is sharded sample by sample, and an iterable dataset item by item. A batch sampler of your own is sharded
     in whole batches. ``share`` changes that.
@@ -168,7 +169,7 @@ def patch_dataloader_to_ddp(
             rank, in every call and after a restart; otherwise samples are lost. The items of each window are balanced
             over ranks and steps, each exactly once, and the steps come in a random order. Which samples share a batch
             then depends on the number of ranks. Whole batches stay whole.
-        device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
+        device_mesh: A mesh whose data-parallel dimensions shard the data: dimensions named ``dp``, ``dp_replicate``,
             ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in tensor, context or pipeline parallelism get
             the same batches. A dimension with an unusual name is an error; then pass the sub-mesh of all dimensions
             that shard, such as ``mesh["node", "part"]``.
@@ -494,7 +495,7 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
     """Return the sampler of this rank's share, and the loader's new attributes."""
     if facts.unit is ShardedUnit.BATCH:
         batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed, LoaderUse.of(facts))
-        # Nothing draws from loader.sampler, but frameworks look for a DistributedSampler there, users for set_epoch.
+        # Nothing draws from loader.sampler, but frameworks expect a DistributedSampler there, and users a set_epoch.
         return batches, {"sampler": batches, "batch_sampler": batches}
     sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, LoaderUse.of(facts), facts.batching)
     if facts.unit is ShardedUnit.UNBATCHED:

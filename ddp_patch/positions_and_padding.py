@@ -51,7 +51,7 @@ class Plan:
             ``"keep"`` gives some ranks one item less.
 
     Raises:
-        InvalidOptionError: A value is none of those above.
+        InvalidOptionError: An argument has a value that it does not take.
 
     Examples:
         >>> [list(Plan(rank, 3).share(7)) for rank in range(3)]
@@ -398,7 +398,7 @@ class Schedule:
             yield self._record(number, place, made)
 
     def _part_of(self, number: int) -> tuple[int, int]:
-        """Return which part batch ``number`` is made of, and how many batches are made of this part before."""
+        """Return the part of batch ``number``, and how many batches of this part come before it."""
         if len(self.parts) == 1:
             return 0, number
         before, after = self.made(number), self.made(number + 1)

@@ -154,8 +154,9 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     """Resume mid-epoch: make a newly patched loader continue where ``loader_state`` was called.
 
     The next pass yields the rest of the epoch, and ``len(loader)`` is the length of the rest. Later passes are whole
-    epochs. On the same number of ranks, all batches are those of a run that never stopped. On another number of ranks,
-    or with another batch size over the same sampler, each item of the epoch still comes once, except for padding.
+    epochs. On the same number of ranks, all batches are the same as in a run that never stopped. On another number of
+    ranks, or with another batch size over the same sampler, each item of the epoch still comes once, except for
+    padding.
 
     A loader that was patched without ``seed=`` gets the state's seed. Restoring reads no samples of a map-style
     dataset. It draws the skipped indices again, or skips them at once if the sampler has random access.

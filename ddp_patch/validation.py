@@ -47,7 +47,7 @@ def as_index(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # torch and numpy raise these for other tensors and arrays
+    except (TypeError, ValueError, RuntimeError):  # raised for tensors and arrays of other numbers
         return None
 
 
@@ -80,7 +80,7 @@ def check_flag(name: str, value: object, hint: str = "") -> None:
 
     Args:
         name: The option.
-        value: What was given.
+        value: The value that the user passed.
         hint: What to do instead, if the value was probably meant for another option.
     """
     if not isinstance(value, bool | np.bool_):

@@ -244,7 +244,7 @@ class Nest:
             made = copy.deepcopy(self._given, keys | replaced)
             for inner in {path[:length] for path, _ in self._leaves for length in range(len(path))}:
                 given, clone = (reduce(getitem, inner, part) for part in (self._given, made))
-                if getattr(given, "__dict__", None) is given:  # its items are also its attributes, but not in a copy
+                if getattr(given, "__dict__", None) is given:  # its items are its attributes, too, except in a copy
                     clone.__dict__ = clone
             found = dict(nested(made))
         except Exception as error:

@@ -65,8 +65,8 @@ class DDPSamplerWrapper(ShardedSampler[T]):
 
     Raises:
         InvalidOptionError: An option has a value that it does not take.
-        NoStepsError: A rank would get no item, as with ``uneven="drop"`` and fewer items than ranks.
-        WorldError: There is no process group, and ``rank`` and ``num_replicas`` were not given.
+        NoStepsError: A rank would get no item, for example with ``uneven="drop"`` and fewer items than ranks.
+        WorldError: There is no process group, and ``rank`` and ``num_replicas`` were not passed.
 
     Examples:
         >>> sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0, 8.0], num_samples=6)
@@ -137,7 +137,7 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
     _unit: str = "whole batches"
 
     def __new__(cls, batch_sampler: object = None, *_: object, **options: Any) -> Self:
-        """Return the given wrapper itself if a framework rebuilds it as if it were torch's batch sampler."""
+        """Return the wrapper itself if a framework rebuilds it as if it were torch's batch sampler."""
         if _is_made_anew(options) and isinstance(batch_sampler, cls):
             return batch_sampler
         return super().__new__(cls)

@@ -83,26 +83,26 @@ class Judge:
         found, costs, others = epoch.coverage(), self._costs_of(epoch.ranks), None
         if self._unbalanced is not None:
             others = self._costs_of(self._unbalanced.epoch(epoch.number).ranks)
-        told = self._told(epoch, found, costs, others)
+        counts = self._counted(epoch, found, costs, others)
         if not epoch.number:
             self._first = epoch.ranks[0]
         if not self._raised(epoch):
             self._orders.append(signature(epoch.ranks))
             self._is_sample |= epoch.is_sample
-            is_tail = told.is_right and found is not None and not epoch.is_sample
+            is_tail = counts.is_right and found is not None and not epoch.is_sample
             self._left_out.append(found[0] if is_tail and found else self._first.items[:0])
             self._compare_steps(epoch, where)
             self._compare_lengths(epoch)
             if not self._loses_of_unpatched(epoch):
-                self._compare_shares(epoch, found, told, where)
-        self._epochs.append(told)
+                self._compare_shares(epoch, found, counts, where)
+        self._epochs.append(counts)
         if len(self._epochs) == 1 or (self._problems and not had_problems):
             # Picture the first epoch with a problem, or else the first.
             self._pictured = pictured(epoch, found is not None or epoch.is_sample, costs, others)
 
     # ---- what is counted ----
 
-    def _told(
+    def _counted(
         self, epoch: EpochGiven, found: Coverage | None, costs: Costs | None, others: Costs | None
     ) -> EpochReport:
         """Count the missing and repeated samples of an epoch, and how many of them are allowed."""
@@ -205,10 +205,10 @@ class Judge:
         )
         return True
 
-    def _compare_shares(self, epoch: EpochGiven, found: Coverage | None, told: EpochReport, where: str) -> None:
+    def _compare_shares(self, epoch: EpochGiven, found: Coverage | None, counts: EpochReport, where: str) -> None:
         """Check that shares are disjoint and complete, and that each batch reaches a rank as a whole."""
         rank0 = self._world.rank0
-        if told.is_right:
+        if counts.is_right:
             if found is not None and not epoch.is_sample and rank0.makes_batches:
                 self._compare_batches(epoch, where)
             # If samples cannot be counted, all ranks may still get the same samples.
@@ -219,12 +219,12 @@ class Judge:
         again = self._world.alike(epoch)
         if _is_same_on_every_rank(again):
             self._add("not_sharded", _same_text(epoch, again), where)
-        elif found is not None and not told.is_right:
+        elif found is not None and not counts.is_right:
             what = self._text(epoch, found)
-            if self._told(again, again.coverage(), None, None).is_right:
+            if self._counted(again, again.coverage(), None, None).is_right:
                 self._add("ranks_disagree", f"{what} With all ranks seeded alike, nothing is.", where)
             else:
-                self._add(_kind(epoch, told), what, where)
+                self._add(_kind(epoch, counts), what, where)
 
     def _compare_batches(self, epoch: EpochGiven, where: str) -> None:
         """Check that ranks get the batches that one process makes.
@@ -289,15 +289,15 @@ def _on_ranks(code: int, epoch: EpochGiven | None) -> str:
     return f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
 
 
-def _kind(epoch: EpochGiven, told: EpochReport) -> str:
+def _kind(epoch: EpochGiven, counts: EpochReport) -> str:
     """Return the kind of problem of shares that are wrong even if all ranks are seeded alike."""
-    n, world = told.expected, len(epoch.ranks)
+    n, world = counts.expected, len(epoch.ranks)
     share_of_share = n // world**2, -(-n // world**2)
-    if n > world**2 and told.missing and all(share_of_share[0] <= got <= share_of_share[1] for got in told.items):
+    if n > world**2 and counts.missing and all(share_of_share[0] <= got <= share_of_share[1] for got in counts.items):
         return "double_sharding"
-    if told.foreign or told.missing:
-        return "foreign" if told.foreign else "missing"
-    return "padding" if (told.repeated or 0) <= world * epoch.largest_batch else "repeated"
+    if counts.foreign or counts.missing:
+        return "foreign" if counts.foreign else "missing"
+    return "padding" if (counts.repeated or 0) <= world * epoch.largest_batch else "repeated"
 
 
 def _is_same_on_every_rank(epoch: EpochGiven) -> bool:
@@ -307,7 +307,7 @@ def _is_same_on_every_rank(epoch: EpochGiven) -> bool:
 
 
 def _same_text(epoch: EpochGiven, again: EpochGiven) -> str:
-    """Return in words what ranks get that get the same samples if seeded alike."""
+    """Describe the samples of ranks that all get the same samples if they are seeded alike."""
     same, each = again.ranks[0].items, f"Each of {len(epoch.ranks)} ranks gets"
     # The number is not known if only a part was drawn.
     samples = "" if epoch.is_sample else f", {counted(len(same), 'sample')}"

@@ -214,7 +214,7 @@ def _base_of(dataset: Any) -> Any:
 
 
 def _is_in_memory(dataset: Any) -> bool:
-    """Return whether a dataset has its samples in memory, and only looks them up."""
+    """Return whether a dataset has its samples in memory."""
     if isinstance(dataset, ConcatDataset):
         return all(map(_is_in_memory, dataset.datasets))
     return isinstance(_base_of(dataset), list | tuple | range | np.ndarray | torch.Tensor | TensorDataset)

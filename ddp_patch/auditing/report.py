@@ -70,10 +70,10 @@ class EpochReport:
         return is_filled and self.missing in (None, self.dropped) and not self.foreign
 
     def __str__(self) -> str:
-        return f"{_range(self.items)} samples per rank in {_told([self])}"
+        return f"{_range(self.items)} samples per rank in {_in_words([self])}"
 
 
-def _told(epochs: Sequence[EpochReport]) -> str:
+def _in_words(epochs: Sequence[EpochReport]) -> str:
     """Return the ranks' samples in some epochs, in one line of words."""
     expected = f"{_range([epoch.expected for epoch in epochs])} samples"
     counts = {
@@ -123,7 +123,7 @@ class Report:
         epochs: The ranks' samples, epoch by epoch.
         epochs_differ: Whether every epoch had another order; None if there was only one epoch.
         is_sample: Whether only the first items of each rank were drawn.
-        problems: The problems that were found.
+        problems: The problems that were found, without the allowed ones.
         allowed: The problems that were allowed.
         pictured: The numbers of the picture.
 
@@ -167,7 +167,7 @@ class Report:
     def summary(self) -> str:
         """The ranks' samples, in one line of words."""
         allowed = "".join(f"; allowed: {problem.kind}" for problem in self.allowed)
-        return f"{self.world_size} ranks x {_told(self.epochs)}{allowed}"
+        return f"{self.world_size} ranks x {_in_words(self.epochs)}{allowed}"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the findings as pairs of a name and a readable text."""

@@ -22,8 +22,8 @@ __all__ = ["Costs", "Coverage", "EpochGiven", "StepCosts", "World", "counts_of",
 Costs: TypeAlias = NDArray[np.float64]
 # Returns the cost of each of a rank's steps.
 StepCosts: TypeAlias = Callable[[RankGiven], Costs]
-# The samples that all ranks together got too seldom, the samples that they got too often, and the samples that one
-# process never gets. Each comes as many times as it is too seldom or too often, in order.
+# Three arrays of samples: missing on the ranks, repeated on the ranks, and never in one process. A sample is in an
+# array as many times as it is missing or too many, in order.
 Coverage: TypeAlias = tuple[Numbers, Numbers, Numbers]
 
 
@@ -195,7 +195,7 @@ class World:
         coding: The numbers of all items.
         iterating: The ranks that iterate their own loaders. Other ranks' shares are computed from the samples of one
             process, as long as the computed shares of the iterating ranks are right.
-        rank0: Rank 0, whose loader is like that of every rank.
+        rank0: Rank 0, whose loader is like every rank's.
 
     Raises:
         InvalidOptionError: Each rank has a dataset of its own, so the same index is a different sample on each rank,

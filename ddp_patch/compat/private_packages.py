@@ -181,7 +181,7 @@ ACCELERATE_TAKES_LOADERS: Final = ("accelerate.accelerator", "Accelerator", "pre
 
 
 def accelerate_is_on() -> bool:
-    """Return whether the script has made an ``Accelerator``, to which it will pass its loaders; do not import it."""
+    """Return whether the script has made an ``Accelerator``, to which it will pass its loaders."""
     state: Any = sys.modules.get("accelerate.state")
     return state is not None and bool(state.is_initialized())
 
@@ -428,7 +428,7 @@ WORLD_NAMES: Final[Sequence[tuple[str, str]]] = (
 # names are checked because a script's arguments may be only whole numbers, too.
 WORLD_WORDS: Final = ("rank", "world", "node", "worker", "leader")
 
-# Samplers that give several ranks the same samples, which each rank augments in its own way.
+# Samplers that yield the same samples on several ranks, because each rank augments them in its own way.
 _REPEAT_OVER_RANKS: Final = frozenset({"RASampler", "RepeatAugSampler"})
 
 

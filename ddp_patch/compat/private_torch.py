@@ -1,6 +1,6 @@
 """The private names of torch that are used: of loaders, workers, process groups. A missing name is a clear error.
 
-Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0, whose loaders copy torch's.
+The names were seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0, whose loaders are copies of torch's.
 """
 
 import os
@@ -220,7 +220,7 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     The public functions take only registered groups, and have only the group's timeout.
 
     Raises:
-        TorchVersionError: This torch takes no such options.
+        TorchVersionError: This torch does not have these options.
     """
     needed_for = "What ranks tell each other with share='by_worker' or weight_of"
     options = _private("torch._C._distributed_c10d.AllgatherOptions", needed_for)()
@@ -562,8 +562,8 @@ def read_by_parts(kind: Any, reading_of: Callable[[DataLoader[Any]], Any]) -> It
     """While entered, let torch's loaders, and workers that are forked, read batches in another way.
 
     Args:
-        kind: The class of indices that read their batch by a method ``read``. It gets two functions, by which torch
-            reads samples and a whole batch, and the dataset.
+        kind: The class of indices that read their batch by a method ``read``. Its arguments are two functions, by which
+            torch reads samples and a whole batch, and the dataset.
         reading_of: Returns for a loader an object that replaces batches of indices (``indices``) and read batches
             (``batch``); or None.
     """

@@ -57,7 +57,7 @@ def gather_in_order(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
         MissingRanksError: A rank did not arrive in time.
         RankMismatchError: A rank failed while the ranks gathered.
         NotPatchedError: The loader was not patched, and there are several ranks.
-        WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
+        WorldError: The world is explicit, by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
         UnsupportedLoaderError: The samples of each rank are unknown, or ``cost=`` or ``layout=`` has changed their
             order.
 
@@ -96,7 +96,7 @@ def gather_step(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
         MissingRanksError: A rank did not arrive in time, perhaps because it has left the loop.
         RankMismatchError: A rank failed while the ranks gathered.
         NotPatchedError: The loader was not patched, and there are several ranks.
-        WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
+        WorldError: The world is explicit, by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
         UnsupportedLoaderError: The samples of a batch are unknown.
 
     Examples:

@@ -34,7 +34,7 @@ class RankShare:
     Attributes:
         at: The call, and its pass or step, in words.
         keys: The keys of the rows that are not padding. Sorted by key, all ranks' rows are in the stream's order. Where
-            whole batches are shared, a key also has the batch's number.
+            whole batches are shared, a key also contains the batch's number.
         real: Which rows are not padding.
         sizes: How many samples each batch has, padding included.
         is_whole: Whether whole batches are shared.

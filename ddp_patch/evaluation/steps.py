@@ -193,10 +193,10 @@ def iter_with_weights(
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
-        UnsupportedLoaderError: It is unknown which samples a batch holds.
+        UnsupportedLoaderError: The samples of a batch are unknown.
         InvalidOptionError: ``weight_of`` is no function, or does not return a number of at least 0 for each sample; or
             ``dtype`` holds no fractions.
-        WorldError: The ranks must communicate, and the world was given by ``rank=`` and ``num_replicas=``.
+        WorldError: The ranks must communicate, and the world is explicit, by ``rank=`` and ``num_replicas=``.
         RankMismatchError: The ranks communicate, and another rank left the loop.
         MissingRanksError: The ranks communicate, and another rank did not reach the step in time.
 

@@ -57,8 +57,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc] # types are checked with
 
     A single process patches only its training loaders, so that they have a position, and only if they can be patched.
     ``trainer.fit(..., ckpt_path=...)`` resumes mid-epoch on any number of ranks; with several training loaders, on the
-    same number. Each sample of the rest comes once, and the Trainer counts batches as if the present ranks had made the
-    epoch's batches before.
+    same number. Each sample of the rest comes once, and the Trainer counts the batches before as if the present ranks
+    had made them.
 
     Args:
         options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``share`` and ``uneven`` apply to training
@@ -148,7 +148,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc] # types are checked with
             iter(fetcher)
 
     def _count(self, trainer: Any, loader: Any, state: Any) -> None:
-        """Set the Trainer's count of the epoch's batches as if these ranks had made all of them."""
+        """Set the Trainer's count of the epoch's batches as if the present ranks had made all of them."""
         planned, progress = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress
         done = batches_as_here(loader, state)
         was_over = progress.is_last_batch and progress.current.ready == progress.current.processed

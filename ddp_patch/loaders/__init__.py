@@ -1,3 +1,3 @@
-"""What a loader is, and how it is copied."""
+"""The facts of a loader and of its data, and copies of loaders."""
 
 __all__: list[str] = []

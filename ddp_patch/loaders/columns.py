@@ -61,7 +61,7 @@ _NO_DATASETS: Final = {*_PLAIN, *_DICTS, str, int, float, bool, type(None)}
 
 # Begins the suffix of further columns with the same name.
 _NUMBER: Final = " (number "
-# What tells a column's elements apart; a larger value is surer.
+# What distinguishes a column's elements; a larger number is surer.
 NOTHING, VALUES, NUMBERS, NAMES = range(4)
 
 
@@ -72,7 +72,7 @@ class Column(NamedTuple):
         holder: The dataset that has the column.
         name: The column's name in errors.
         digest: The digest of the column's length, and of the elements that are read.
-        tells: What tells the elements apart: VALUES, NUMBERS or NAMES; NOTHING if two elements are equal.
+        tells: What distinguishes the elements: VALUES, NUMBERS or NAMES; NOTHING if two elements are equal.
         proves: Whether equal columns on all ranks prove that the ranks have the same samples: not if the elements are
             positions, which are the same for any data.
     """
@@ -113,8 +113,8 @@ def columns_of(dataset: Any) -> tuple[Column, ...]:
         (['the indices of a Subset', 'the elements of a range'], False)
     """
     return tuple(
-        Column(holder, name, told.digest, told.tells, told.tells > NOTHING and not told.is_of_places)
-        for holder, name, told in _looked_at(dataset)
+        Column(holder, name, summary.digest, summary.tells, summary.tells > NOTHING and not summary.is_of_places)
+        for holder, name, summary in _summaries(dataset)
     )
 
 
@@ -129,7 +129,7 @@ def columns_digest(dataset: Any, names: Collection[str]) -> str:
         (False, '')
     """
     most = _MOST_IN_ALL // max(1, len(names))
-    digests = {name: told.digest for _, name, told in _looked_at(dataset, names, most)} if names else {}
+    digests = {name: summary.digest for _, name, summary in _summaries(dataset, names, most)} if names else {}
     return _digest(sorted(digests.items())) if names and len(digests) == len(names) else ""
 
 
@@ -144,15 +144,15 @@ def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
     """
     of_ranks = [{column.name: column for column in columns} for columns in reported.values()]
     common = [[one[name] for one in of_ranks] for name in of_ranks[0] if all(name in one for one in of_ranks)]
-    told = [(each[0], min(one.tells for one in each), len({one.digest for one in each}) > 1) for each in common]
+    rows = [(each[0], min(one.tells for one in each), len({one.digest for one in each}) > 1) for each in common]
     best, proven = Counter[str](), Counter[str]()  # by holder
-    for each, (column, tells, differs) in zip(common, told, strict=True):
+    for each, (column, tells, differs) in zip(common, rows, strict=True):
         if not differs:
             best[column.holder] = max(best[column.holder], tells)
             if all(one.proves for one in each):
                 proven[column.holder] = max(proven[column.holder], tells)
-    counted = [(column, tells) for column, tells, differs in told if differs and proven[column.holder] <= tells]
-    kept = [each.name for each, tells, differs in told if not differs and 0 < tells == best[each.holder]]
+    counted = [(column, tells) for column, tells, differs in rows if differs and proven[column.holder] <= tells]
+    kept = [each.name for each, tells, differs in rows if not differs and 0 < tells == best[each.holder]]
     return Verdict(
         tuple(column.name for column, tells in counted if tells),
         tuple(column.name for column, tells in counted if not tells),
@@ -160,15 +160,15 @@ def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
     )
 
 
-def _looked_at(
+def _summaries(
     dataset: Any, names: Collection[str] | None = None, most: int = _MOST
-) -> Iterator[tuple[str, str, "_Told"]]:
+) -> Iterator[tuple[str, str, "_Summary"]]:
     """Yield the dataset, the name and the summary of each column; of the columns with some names, or of all."""
     for holder, name, values in _columns(dataset, names):
         if names is None or name in names:
             with suppress(Exception):  # the user's elements may raise anything
-                if (told := _told_of(values, most)) is not None:
-                    yield holder, name, told
+                if (summary := _summary_of(values, most)) is not None:
+                    yield holder, name, summary
 
 
 def _columns(dataset: Any, names: Collection[str] | None) -> Iterator[tuple[str, str, Any]]:
@@ -263,7 +263,7 @@ def plain_data(value: Any) -> Any:
 # ---- elements ----
 
 
-class _Told(NamedTuple):
+class _Summary(NamedTuple):
     """The summary of a column: its digest, what tells its elements apart, and whether these are their positions."""
 
     digest: str
@@ -271,18 +271,18 @@ class _Told(NamedTuple):
     is_of_places: bool
 
 
-def _told_of(values: Any, most: int) -> _Told | None:
+def _summary_of(values: Any, most: int) -> _Summary | None:
     """Return the summary of a column, by evenly spread elements; None for a cache, which has None in it."""
     n = len(values)
     places = spread(n, most)
     if (rows := _rows_of(values, places)) is not None:
-        told, by = rows
+        shown, by = rows
     else:
         looked_at = elements_at(values, places)
         if type(None) in map(type, looked_at):
             return None
-        told, by = _described(looked_at)
-    return _Told(_digest((n, told)), by if len({*told}) == len(told) else NOTHING, told == places)
+        shown, by = _described(looked_at)
+    return _Summary(_digest((n, shown)), by if len({*shown}) == len(shown) else NOTHING, shown == places)
 
 
 def _rows_of(values: Any, places: list[int]) -> tuple[list[Any], int] | None:
@@ -323,19 +323,19 @@ def _described(looked_at: list[Any]) -> tuple[list[Any], int]:
     found = _apart(looked_at, _parts_of)
     if () in found:
         return [*map(_value_of, looked_at)], VALUES
-    if len({*map(len, found)}) == 1:  # parts that all elements have in common tell none apart
+    if len({*map(len, found)}) == 1:  # leave out parts that all elements have in common
         apart = [parts for parts in zip(*found, strict=True) if len({*parts}) > 1]
         found = [*zip(*apart, strict=True)] if apart else found
     return found, NAMES if any(isinstance(part, str | bytes) for part in chain(*found)) else NUMBERS
 
 
-def _apart(looked_at: list[Any], told: Callable[[Any, int], Any]) -> list[Any]:
+def _apart(looked_at: list[Any], described: Callable[[Any, int], Any]) -> list[Any]:
     """Describe elements, with as few last parts of paths as tell the elements apart."""
     for length in (1, 2, 3):
-        found = [told(element, length) for element in looked_at]
+        found = [described(element, length) for element in looked_at]
         if len({*found}) == len(found):
             return found
-    return [told(element, 1) for element in looked_at]
+    return [described(element, 1) for element in looked_at]
 
 
 def _parts_of(element: Any, length: int) -> tuple[str | bytes | int, ...]:

@@ -49,8 +49,8 @@ _HOLD = frozenset({"sampler", "batch_sampler"})
 def repeater_in(loader: Any) -> object | None:
     """Return the object that repeats a loader's sampler or batch sampler forever; None in ordinary loaders.
 
-    Only a loader with an iteration of its own has epochs over such a sampler: in other loaders it is one endless
-    stream. An iterable dataset is read once, whatever repeats its indices.
+    In an ordinary loader, a sampler that repeats another is an endless stream, without epochs. An iterable dataset is
+    read once, whatever repeats its indices.
     """
     kind = type(loader)
     if not has_own_iteration(kind) or has_own_iterators(kind) or isinstance(loader.dataset, IterableDataset):

@@ -143,7 +143,8 @@ class LoaderFacts(Generic[L]):
         repeater: The object that repeats the sampler or batch sampler, in a loader with one iterator for all epochs; or
             None.
         running: The attributes that hold an iterator over this loader: torch's, or the one for all epochs.
-        other_loader_in: The attribute that holds another loader which it may iterate instead of its own data, or None.
+        other_loader_in: The attribute with another loader, which the loader may iterate instead of its own data, or
+            None.
         iterator_in: The attribute that holds a running iterator with which the loader may continue, or None. torch's
             own iteration starts anew, and so does a copy of a loader with a repeater.
     """
@@ -180,7 +181,7 @@ class LoaderFacts(Generic[L]):
         return _iterated(self.loader, self.repeater)
 
     def placed(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return attributes for a copy of the loader: a repeated sampler within a copy of the repeater."""
+        """Return attributes for a copy of the loader; a repeated sampler is put into a copy of the repeater."""
         if self.repeater is None:
             return dict(attributes)
         place = "sampler" if self.loader.batch_sampler is None else "batch_sampler"

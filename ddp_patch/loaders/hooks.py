@@ -53,7 +53,7 @@ def about_to_use(loader: object, use: Use = Use.ASKED) -> None:
 
 @contextmanager
 def told_of_uses(tell: Told) -> Iterator[None]:
-    """Call ``tell(loader, use)``, while entered, before a loader is used."""
+    """While entered, call ``tell(loader, use)`` before a loader is used."""
     _told.append(tell)
     try:
         yield

@@ -233,7 +233,7 @@ def tell_if_assumed(holder: object) -> None:
 
 
 def samplers_within(sampler: object) -> Iterator[object]:
-    """Yield a sampler and all samplers in it, from the outside in, also those in lists."""
+    """Yield a sampler and all samplers in it, from the outside in, also in lists."""
     return walk(sampler, lambda found: [*inner_samplers(found), *held(found, _is_sampler)])
 
 

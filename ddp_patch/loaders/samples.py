@@ -86,8 +86,8 @@ def epochs_in(sampler: object) -> list[int]:
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
-# How many items of an iterator are drawn twice to check whether it starts again. A prime: streams seldom have such a
-# period.
+# How many items of an iterator are drawn twice to check whether it starts again. The number is prime, because streams
+# seldom repeat after a prime number of items.
 _TRIED = 17
 
 

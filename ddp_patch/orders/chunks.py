@@ -39,8 +39,8 @@ T = TypeVar("T")
 # About how many samples may be drawn ahead of the sample in use, unless a round has more. Large chunks swap random
 # states less often, but a sampler that adapts during training must not be drawn far ahead.
 MOST_AHEAD = 8192
-# For plain indices, or lists of them, draw up to 1/64 of what was drawn before, at most 65536, so that one chunk takes
-# little of the stream's time.
+# For plain indices, or lists of them, a chunk may have 1/64 of all samples so far, at most 65536, so that drawing a
+# chunk takes little of the stream's time.
 MOST_PLAIN, _PART_AHEAD = 65536, 64
 _IMMUTABLE = (int, float, str, bytes, np.generic)
 
@@ -126,7 +126,7 @@ class Drawn(Iterator[Chunk[T]]):
     ) -> None:
         self._random_context, self._plan, self._rounds, self._digest = random_context, plan, rounds, digest
         self._left = repeat(True, sys.maxsize)
-        self._items: Iterator[Any] = compress(iterator, self._left)  # the fastest way to count items
+        self._items: Iterator[Any] = compress(iterator, self._left)  # counts fast: an item takes one of _left
         self._copies, self._step, self._adapts = copies, step, adapts
         self._taken, self._to_skip = taken, taken if first is None else 0
         # Whether the first rounds of chunks have indices or lists of indices, and how many samples the largest of them
@@ -343,4 +343,4 @@ class State(IntEnum):
     RUNNING = 0
     LEFT = 1  # the loop has stopped before the end
     ENDED = 2  # the loop has seen the end
-    FAILED = 3  # the loop was given an error instead of a batch
+    FAILED = 3  # the loop got an error instead of a batch

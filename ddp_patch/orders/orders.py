@@ -76,8 +76,8 @@ class RandomAccess(Protocol):
 def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
     """Return whether a sampler has random access.
 
-    Its class or a base must define ``items_at``, and no class below that base may override ``__iter__`` alone. A
-    sampler whose ``has_random_access`` is False has none, whatever its class defines.
+    The sampler's class or a base class must define ``items_at``, and no subclass of this class may override only
+    ``__iter__``. A sampler whose ``has_random_access`` is False has none, whatever its class defines.
 
     Examples:
         >>> from ddp_patch.samplers import ScalableRandomSampler
@@ -288,7 +288,7 @@ def in_blocks(positions: range, size: int) -> Iterator[tuple[int, range]]:
 
 
 def _integers(n: int) -> torch.dtype:
-    """Return the smallest of torch's 32- and 64-bit integer types that holds ``range(n)``."""
+    """Return the smaller of torch's 32- and 64-bit integer types that can store ``range(n)``."""
     return torch.int32 if n <= torch.iinfo(torch.int32).max else torch.int64
 
 

@@ -70,7 +70,7 @@ _GLOBAL = (
 )
 # Types whose objects are shared with other code, or refer to everything.
 _SHARED = (type, ModuleType, Dataset, DataLoader, nn.Module, nn.Parameter)
-# Packages whose objects are not searched for generators, because they draw from their own attributes.
+# Packages whose objects are not searched for generators, because their classes only draw from their own attributes.
 _LIBRARIES = frozenset({"builtins", "collections", "ddp_patch", "numpy", "torch", "torchdata", "typing"})
 
 
@@ -209,7 +209,7 @@ def is_stateful(holder: object) -> bool:
 
 
 def plain_attributes(holder: object) -> dict[str, Any]:
-    """Return the attributes of a sampler without ``state_dict`` that are numbers or strings."""
+    """Return a sampler's attributes that are numbers or strings; none if it has a ``state_dict``."""
     if is_stateful(holder):
         return {}
     return {
@@ -477,7 +477,7 @@ class GlobalState:
 
 
 class PrivateRNG:
-    """A context in which the global generators, and some others, draw from private states of (seed, epoch).
+    """A context in which the global generators, and chosen generators, draw from private states of (seed, epoch).
 
     The context may be entered often: the private states go on where they stopped. Leaving it restores the generators'
     own states.
@@ -485,9 +485,9 @@ class PrivateRNG:
     Args:
         seed: The loader's seed.
         epoch: The epoch.
-        others: Other generators, and the private states that they begin with.
+        others: The chosen generators, and the private states that they begin with.
         name: The loader in errors.
-        has_global: Whether the global generators draw from private states, too.
+        has_global: Whether the global generators draw from private states.
 
     Examples:
         >>> with PrivateRNG(seed=7, epoch=0):
@@ -565,10 +565,10 @@ class PrivateRNG:
 def look(
     generators: Iterable[RandomGenerator] = (), *, seed: int | None = None, epoch: int = 0
 ) -> Iterator[Callable[[], bool]]:
-    """When left, restore the global generators, and some others; yield a function that says whether any has drawn.
+    """When left, restore the global and the chosen generators; yield a function that returns whether any has drawn.
 
     Args:
-        generators: The other generators.
+        generators: The chosen generators.
         seed: While entered, the global generators draw from the private states of this seed. With None, they go on.
         epoch: The epoch of the private states.
 

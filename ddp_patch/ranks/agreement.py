@@ -50,7 +50,7 @@ class Agreed:
 
     Attributes:
         world: The ranks that share.
-        options: What the user chose.
+        options: The user's options.
         seed: The seed of every epoch's order; the same on every rank.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
         claims: The claims by which ranks compare their passes over the loader; None if there are no other ranks.
@@ -142,7 +142,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
 
     Args:
         world: The ranks that share.
-        options: What the user chose.
+        options: The user's options.
         subjects: The loaders or samplers that the ranks agree on.
         nest: The structure of the nested loaders, in words, the same on every rank.
 
@@ -160,7 +160,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     generators = [() if subject.stream is None else subject.stream.generators for subject in subjects]
     is_first = dist.get_rank() == members[0]  # all other ranks take its states
     report = {
-        # Compared first: other parts of the report may depend on these.
+        # These facts are compared first, because other parts of the report may depend on them.
         "alike": {"version of ddp_patch": import_module("ddp_patch").__version__, "loaders": nest},
         "common": _common_facts(options, world.share_of_rank),
         "seed": options.seed,

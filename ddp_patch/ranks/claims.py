@@ -18,8 +18,8 @@ from ddp_patch.ranks.patient_store import STORE_ERRORS, PatientStore
 
 __all__ = ["Claims", "agreed_claims", "claims_of_explicit_world", "unwatched"]
 
-# By store: the number of the process group among those that had the store; how many loaders with equal facts were
-# patched in an explicit world.
+# By store: the number of the process group among the groups that had the store; the numbers of loaders with equal facts
+# that were patched in an explicit world.
 _given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _patched: WeakKeyDictionary[Any, defaultdict[str, int]] = WeakKeyDictionary()
 
@@ -29,7 +29,7 @@ _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 _GONE_KEPT = 8
 _gone: deque[tuple[ref[Any], Collection[str]]] = deque()
 
-# The claims whose ranks are told when this process exits.
+# The claims by which other ranks learn that this process exits.
 _alive: WeakSet["Claims"] = WeakSet()
 
 _NEVER = "~"  # no rank sets this value
@@ -45,8 +45,8 @@ class Claims:
     answer. So all ranks are compared with one value, and a rank's cost does not grow with their number.
 
     Args:
-        key: Names the loader in the store.
-        group: Names these ranks, alike for all of their loaders.
+        key: The name of the loader in the store.
+        group: A name of these ranks, the same for all of their loaders.
         rank: This process's global rank.
         members: The global ranks that claim.
         keys: The keys that this rank has set before.

@@ -6,9 +6,9 @@ from ddp_patch.ranks.claims import Claims
 
 __all__ = ["Ends"]
 
-# In a pass of unknown length, every one of the first steps is reported. Reports of later steps may take 1/100 of the
-# time.
-_TOLD_STEPS, _STEP_TIMES = 1000, 100
+# In a pass of unknown length, every one of the first steps is reported. Reports of later steps take at most 1/100 of
+# the time.
+_REPORTED_STEPS, _STEP_TIMES = 1000, 100
 # At the end of such a pass, a rank waits at most 3 s, or 2 steps if these take longer, for ranks that may get more
 # batches: with DDP, other ranks are one step behind at most, but a step may take long to load.
 _MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 3.0, 2, 60.0, 0.002
@@ -16,7 +16,7 @@ _MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 3.0, 2, 60.0, 0.002
 _SLOTS = 8
 # How many seconds a rank waits, in all passes over a loader, for ranks that have not begun a pass that it has finished.
 PATIENCE_S = 10.0
-_LOOK_S = 0.5  # between two checks of what these ranks do
+_CHECK_S = 0.5  # between two checks of what these ranks do
 
 
 class Ends:
@@ -44,9 +44,9 @@ class Ends:
         if now_s < self._due_s:
             return
         claims.put(f"given/{batches % _SLOTS}", f"{step} {batches}")
-        if batches >= _TOLD_STEPS:
-            told_s = perf_counter()
-            self._due_s = told_s + _STEP_TIMES * (told_s - now_s)
+        if batches >= _REPORTED_STEPS:
+            reported_s = perf_counter()
+            self._due_s = reported_s + _STEP_TIMES * (reported_s - now_s)
 
     def is_short(self, claims: Claims, step: str, batches: int, slack: int) -> bool:
         """Wait a moment for ranks that may get more batches of a pass; return whether a rank did.
@@ -81,12 +81,12 @@ class Ends:
             The ranks that have not begun the pass, and the fact that proves that one of them never will; empty without
             proof.
         """
-        began_s = looked_s = monotonic()
+        began_s = checked_s = monotonic()
         missing, why = list[int](), ""
         while self.all_begun < number and claims.store.is_heard and self._patience_s > 0:
             is_over = monotonic() - began_s > self._patience_s
-            if is_over or monotonic() - looked_s > _LOOK_S:
-                looked_s = monotonic()
+            if is_over or monotonic() - checked_s > _CHECK_S:
+                checked_s = monotonic()
                 missing, why = _without(claims, number, made)
                 if is_over or why or not missing:
                     break

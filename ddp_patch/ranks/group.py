@@ -159,7 +159,7 @@ class Group:
                 raise failure from error
             finally:
                 # Otherwise the error would refer to its traceback, and the traceback to the connections. If a forked
-                # worker collected these, their threads would end the worker.
+                # worker collected these connections, their threads would end the worker.
                 del failure
 
     def _failure(self, doing: str, error: RuntimeError, *, meets: bool) -> DDPPatchError:
@@ -402,7 +402,7 @@ def closed_at_exit(generator: Generator[T]) -> Generator[T]:
 
 @atexit.register
 def _leave() -> None:
-    """Leave all passes, then all groups, so that nothing raises or waits for others when this process ends."""
+    """Leave all passes, then all groups, so that no rank raises an error or waits when this process ends."""
     for generator in [*_open]:
         with suppress(Exception):
             generator.close()

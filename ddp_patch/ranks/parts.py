@@ -2,7 +2,7 @@
 
 Two findings are certain: the data are not split, if two ranks, or two workers of a rank, have the same samples in the
 same order for a whole pass; and indices are repeated, if two ranks of torch's own sampler have many in common. Other
-samples in common only warn: samples drawn with replacement, or repeated on purpose, look the same.
+samples in common are only a warning: they may be drawn with replacement, or repeated on purpose.
 """
 
 import json
@@ -35,7 +35,7 @@ class Parts:
     Args:
         name: Returns the loader's name in errors.
         why: Says why samples may be the same, and what to do.
-        replicas: The ranks that have the same part as this one.
+        replicas: The ranks that have the same part as this rank.
         knows_all: Whether all samples of a rank are known, by their indices, and not only some.
         is_torchs: Whether torch's own sampler splits the samples, so that two ranks have only padding in common.
         shuffles: Whether the sampler that splits the samples draws another order after each ``set_epoch``.

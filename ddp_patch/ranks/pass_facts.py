@@ -74,7 +74,7 @@ class Progress(NamedTuple):
         most: How many batches were delivered, at most. It differs from ``least`` if prefetched batches are not told
             apart.
         state: The state of the pass.
-        slack: How many batches more one rank may have than another; None if each rank may have any number.
+        slack: How many more batches one rank may have than another; None if each rank may have any number.
         items: How many items all ranks have drawn by then, at least; None for all items of the epoch.
     """
 

@@ -1,4 +1,4 @@
-"""Compare the ranks' passes over a loader: claim the facts of each pass, and raise an error if ranks contradict."""
+"""Compare the ranks' passes over a loader: claim the facts of each pass, and raise an error if ranks' facts differ."""
 
 import warnings
 from collections import Counter
@@ -110,10 +110,10 @@ class PassesMade:
 
 
 class PassMonitor:
-    """Claims the facts of this rank's passes over a loader, and raises an error if another rank's claims contradict.
+    """Claims facts of this rank's passes over a loader, and raises an error if another rank's claims contradict them.
 
     Args:
-        claims: Where the ranks claim; None if there is nobody to compare with.
+        claims: The ranks' claims; None if there are no ranks to compare with.
         rules: The rules of the comparison.
         parts: Compares the ranks' samples, if each rank has a part of the data; else None.
 
@@ -299,7 +299,7 @@ class PassMonitor:
             count = next_count(count)
 
     def _judge(self, begun: BegunPass, number: int, mine: Word, theirs: Word) -> None:
-        """Raise RankMismatchError, and report it to all ranks, if two ranks' words contradict.
+        """Raise RankMismatchError, and report it to all ranks, if two ranks' words contradict each other.
 
         Warn once if two ranks' items differ only in their numbers, which harmless programs do, too.
         """

@@ -112,7 +112,7 @@ def mismatch_text(name: str, number: int, rule: Rule, words: tuple[Word, Word], 
             "differ, pass fingerprint= a function of the dataset that returns what names its samples, or "
             "fingerprint=None to compare no data."
         )
-    lost = "" if rule in {"order", "numbers"} else ", so samples would be lost"  # in these, ``why`` says so
+    lost = "" if rule in {"order", "numbers"} else ", so samples would be lost"  # ``why`` says so
     return f"Iterating the {name}: {seen}{lost}. {remedy}"
 
 

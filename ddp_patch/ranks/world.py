@@ -183,8 +183,8 @@ def _mesh_world(mesh: DeviceMesh) -> World:
 def _dimensions_that_split(mesh: DeviceMesh, names: Sequence[str], *, is_part: bool) -> Sequence[str]:
     """Return the names of a mesh's dimensions that split the data.
 
-    These are the dimensions with known names. If the user passes a part of a mesh, these are all dimensions of the
-    part, unless a known name contradicts.
+    Dimensions with known names split the data. If the user passes a part of a mesh, all of its dimensions split the
+    data, unless a known name contradicts.
     """
     known = [name for name in names if name.lower() in _DATA_PARALLEL]
     others = [name for name in names if name.lower() not in _DATA_PARALLEL + _MODEL_PARALLEL]

@@ -269,8 +269,8 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
         max_tokens: How many tokens a padded batch has at most.
         batch_size: How many samples a batch has, instead of ``max_tokens``.
         max_padding: How large a part of a batch may be padding, from 0 to less than 1. Less padding makes more batches.
-        seed: Every epoch's batches follow from it and the epoch's number.
-        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
+        seed: Every epoch's batches follow from the seed and the epoch's number.
+        generator: If there is no seed, each pass draws one number from this generator, or else from torch's global one.
 
     Raises:
         SamplerError: A sample is longer than ``max_tokens``, both or neither of ``max_tokens`` and ``batch_size`` are

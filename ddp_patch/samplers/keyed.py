@@ -262,10 +262,10 @@ class Permutation:
 
     Source:
         A Feistel network over the smallest power of two of at least n, applied until the result is below n (cycle
-        walking): Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. That such networks shuffle
-        well is shown by Mitchell, Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs", 2021. The
-        round function is splitmix64's finaliser: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-        Generators", OOPSLA 2014.
+        walking): Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. Feistel networks shuffle
+        well: Mitchell, Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs", 2021. The round
+        function is splitmix64's finaliser: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+        OOPSLA 2014.
     """
 
     def __init__(self, n: int, key: np.random.SeedSequence) -> None:
@@ -323,8 +323,8 @@ class ScalableRandomSampler(KeyedSampler[int]):
 
     Args:
         n: How many samples there are, from 0 to 2**63 - 1.
-        seed: Every epoch's order follows from it and the epoch's number.
-        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
+        seed: Every epoch's order follows from the seed and the epoch's number.
+        generator: If there is no seed, each pass draws one number from this generator, or else from torch's global one.
 
     Raises:
         SamplerError: ``n`` is out of range, or ``seed`` and ``generator`` are both passed.

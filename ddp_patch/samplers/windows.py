@@ -27,8 +27,8 @@ class WindowSampler(KeyedSampler[int]):
         window: How many points a window has.
         stride: How many points lie between the starts of two successive windows. Default: ``window``.
         shuffle: Whether the windows come in a random order, or in the order of the series.
-        seed: Every epoch's order follows from it and the epoch's number.
-        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
+        seed: Every epoch's order follows from the seed and the epoch's number.
+        generator: If there is no seed, each pass draws one number from this generator, or else from torch's global one.
 
     Raises:
         SamplerError: The window or the stride is longer than the series, or an argument has a wrong type.
@@ -40,7 +40,7 @@ class WindowSampler(KeyedSampler[int]):
         (4, [0, 3, 6, 9])
     """
 
-    _block = 2**16  # as in ScalableRandomSampler
+    _block = 2**16  # see ScalableRandomSampler
 
     def __init__(
         self,
