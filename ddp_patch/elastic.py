@@ -197,7 +197,7 @@ def _number_of_loader(facts: LoaderFacts[Any]) -> int:
     stream, first = facts.stream, list[Any]()
     # The items of an iterable dataset or of a generator are not compared: they cannot be drawn from a copy.
     with suppress(Exception), look(seed=0), copy_to_draw(stream.source, facts.dataset) as drawn:
-        for generator in random_generators(nested_samplers(drawn)):  # the position has their states
+        for generator in random_generators(nested_samplers(drawn)):  # their states are a part of the position
             set_generator_state(generator, seeded_anew(generator, None))
         items = order_of(drawn, epoch=0).items() if has_order(drawn) else start_iterating(drawn)
         first = list(map(copy_item, islice(items, _COMPARED)))

@@ -79,7 +79,7 @@ class PatchedLoader(DataLoader[T_co], metaclass=_TypeOfPatched):
     # torch leaves the type of a sampler open.
     sampler: DistributedSampler[Any]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    if not TYPE_CHECKING:  # type checkers narrow to no class that cannot be constructed
+    if not TYPE_CHECKING:  # type checkers do not narrow to a class that cannot be constructed
 
         def __new__(cls, *args, **options):
             """Raise a TypeError: the class is for annotations."""

@@ -513,7 +513,7 @@ def _even_steps(facts: LoaderFacts[Any], sharded: Any) -> BatchesOf | None:
     is_split = facts.unit is ShardedUnit.ITERABLE and options.by_worker
     if not is_split or world.share_of_rank is None or world.num_replicas == 1:
         return None
-    from ddp_patch.streams.even_steps import even_batches  # few loaders need it
+    from ddp_patch.streams.even_steps import even_batches  # few loaders need this function
 
     return partial(even_batches, sharded.rank_passes, facts.num_workers, type(facts.loader).__name__)
 

@@ -109,7 +109,7 @@ def code_run(kind: type, methods: Iterable[str], without: Collection[str] = ()) 
             for base in kind.__mro__ if name not in without else ():
                 if isinstance(method := vars(base).get(name), FunctionType):
                     yield method.__code__
-                    if name not in method.__code__.co_names:  # it may call the base class's method
+                    if name not in method.__code__.co_names:  # otherwise it may call its base's method
                         break
 
     def reached(code: CodeType) -> list[CodeType]:

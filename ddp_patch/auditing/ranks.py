@@ -243,7 +243,7 @@ class Coding:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}  # by hash
+        self._numbers: dict[str, int] = {}  # the numbers by hash
         self._names: list[str] = []
 
     def codes(self, found: Sequence[_Identity]) -> list[int]:
@@ -373,7 +373,7 @@ class Rank:
         if self._loader is None:
             self._loader = self._noting(by_value)
         with warnings.catch_warnings(), self._ambient, unwatched():
-            # The audit reports wrong lengths itself.
+            # The audit itself reports wrong lengths.
             warnings.simplefilter("ignore", StreamLengthWarning)
             warnings.filterwarnings("ignore", "Length of IterableDataset")
             if self._subject.set_epoch:

@@ -236,7 +236,7 @@ def _weighed(
 ) -> Generator[tuple[Any, torch.Tensor]]:
     """Yield batches with their weights."""
     ranks = 1 if facts is None else passes_of(facts).agreed.world.num_replicas
-    channel: Channel | None = None  # where ranks communicate
+    channel: Channel | None = None  # None if ranks do not communicate
     with closing(cast("Generator[Any]", steps)), ExitStack() as stack:
         # The pass must have begun before its facts are known.
         first = [step for step in [next(steps, None)] if step is not None]

@@ -145,7 +145,7 @@ def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
     of_ranks = [{column.name: column for column in columns} for columns in reported.values()]
     common = [[one[name] for one in of_ranks] for name in of_ranks[0] if all(name in one for one in of_ranks)]
     rows = [(each[0], min(one.tells for one in each), len({one.digest for one in each}) > 1) for each in common]
-    best, proven = Counter[str](), Counter[str]()  # by holder
+    best, proven = Counter[str](), Counter[str]()  # by the columns' holders
     for each, (column, tells, differs) in zip(common, rows, strict=True):
         if not differs:
             best[column.holder] = max(best[column.holder], tells)

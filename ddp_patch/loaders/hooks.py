@@ -35,7 +35,7 @@ class Use(Enum):
 
     ITERATED = "iterated"
     MEASURED = "measured by len()"
-    ASKED = "asked about"  # by a function of this package
+    ASKED = "asked about"  # a function of this package reads the loader
     HANDED = "handed to a framework"
 
 

@@ -65,7 +65,7 @@ class Sketch:
         self.order = hash((self.order, *hashes))  # a hash of whole numbers is the same in every process
         if self.seen < self._most:
             self.batches.append(hashes)
-        self._counts.update([one for one in self._last if one <= self._largest])  # soon only a few
+        self._counts.update([one for one in self._last if one <= self._largest])  # soon only a few hashes
         if len(self._counts) >= 2 * self._most:
             kept = nsmallest(self._most, self._counts)
             self._counts, self._largest = Counter({one: self._counts[one] for one in kept}), kept[-1]

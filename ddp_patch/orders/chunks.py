@@ -126,7 +126,7 @@ class Drawn(Iterator[Chunk[T]]):
     ) -> None:
         self._random_context, self._plan, self._rounds, self._digest = random_context, plan, rounds, digest
         self._left = repeat(True, sys.maxsize)
-        self._items: Iterator[Any] = compress(iterator, self._left)  # counts fast: an item takes one of _left
+        self._items: Iterator[Any] = compress(iterator, self._left)  # a fast count: each item takes one of _left
         self._copies, self._step, self._adapts = copies, step, adapts
         self._taken, self._to_skip = taken, taken if first is None else 0
         # Whether the first rounds of chunks have indices or lists of indices, and how many samples the largest of them
@@ -134,7 +134,7 @@ class Drawn(Iterator[Chunk[T]]):
         self._is_plain = False
         self._samples = plan.num_replicas
         self._next_rounds = step if rounds is None else next(rounds)
-        self._kept: list[Any] = []  # of the present chunk
+        self._kept: list[Any] = []  # the kept items of the present chunk
         self._is_first = True  # whether no chunk was drawn yet
         self._steps_before = 0  # how many steps the latest chunk had
         self.first: list[T] = [] if first is None else first[: plan.num_replicas - 1]

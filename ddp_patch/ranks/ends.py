@@ -16,7 +16,7 @@ _MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 3.0, 2, 60.0, 0.002
 _SLOTS = 8
 # How many seconds a rank waits, in all passes over a loader, for ranks that have not begun a pass that it has finished.
 PATIENCE_S = 10.0
-_CHECK_S = 0.5  # between two checks of what these ranks do
+_CHECK_S = 0.5  # how many seconds lie between two checks of these ranks
 
 
 class Ends:

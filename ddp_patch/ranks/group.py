@@ -96,7 +96,7 @@ class Group:
 
     def gather(self, row: torch.Tensor, rows: torch.Tensor, timeout: float) -> Any:
         """Begin to gather every rank's row in the background, and return the work to wait for."""
-        self._connected |= {(self.index + away) % len(self.ranks) for away in (-1, 1)}  # gloo's ring
+        self._connected |= {(self.index + away) % len(self.ranks) for away in (-1, 1)}  # gloo gathers in a ring
         return gather_in_background(self._open, row, rows, timedelta(seconds=timeout))
 
     def send(self, data: torch.Tensor, index: int) -> Any:
@@ -152,7 +152,7 @@ class Group:
         """While entered, explain a connection that fails by an error, and close the group; see ``all_gather``."""
         try:
             yield
-        except RuntimeError as error:  # what gloo raises
+        except RuntimeError as error:  # gloo's errors
             failure = self._failure(doing, error, meets=meets)
             self.close()
             try:
@@ -209,7 +209,7 @@ class Group:
 def kept_groups(members: Sequence[int], purpose: Literal["rows", "steps"]) -> list[Group]:
     """Return this rank's groups of some ranks for a purpose, in the order in which the groups were made."""
     world = dist.group.WORLD
-    if world is None:  # it was destroyed, and so were its groups
+    if world is None:  # the process group was destroyed, and so were its groups
         return []
     if world not in _kept:
         kept: _Kept = {}

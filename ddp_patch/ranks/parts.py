@@ -61,7 +61,7 @@ class Parts:
         self._turn = 0
         self._sketch: Sketch | None = None  # of the latest pass that began
         self._before = -1, 0  # the number of the latest pass that is over, and the hash of its order
-        self._whole: tuple[int, list[int]] | None = None  # its number, and the samples
+        self._whole: tuple[int, list[int]] | None = None  # its number, and its samples
         self._in_common: dict[tuple[int, int], int] = {}  # how many samples are in common, by pass and rank
         self._warned: set[str] = set()
 
@@ -99,7 +99,7 @@ class Parts:
             self._compare_order(claims, number, sketch, tell)
         if count is None and not self._is_padded:
             sketch.add(())
-        if self._whole is not None and self._whole[0] < number:  # slower ranks are done, too
+        if self._whole is not None and self._whole[0] < number:  # slower ranks have ended it, too
             self._compare_all(claims, *self._whole, tell)
             self._whole = None
         if count is None or not count & (count - 1):
@@ -178,5 +178,5 @@ def _read(text: str | None, number: int) -> list[int]:
     try:
         of, hashes = json.loads(text or "[-1, []]")
         return [int(one) for one in hashes] if of == number else []
-    except (ValueError, TypeError):  # not written by a rank
+    except (ValueError, TypeError):  # the text is not a rank's
         return []

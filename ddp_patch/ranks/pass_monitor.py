@@ -73,7 +73,7 @@ class PassesMade:
 
     def __init__(self, claims: Claims | None) -> None:
         self._claims, self._thread = claims, get_ident()
-        self._over_this = self.over_all or 0  # and over other loaders before this one was patched
+        self._over_this = self.over_all or 0  # including passes over other loaders before this one was patched
 
     @property
     def is_own_thread(self) -> bool:

@@ -250,7 +250,7 @@ def _cut(sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64] | int)
     batch_sizes = np.clip(batch_sizes, 1, np.maximum(sizes, 1))  # so that no sum below overflows
     counts = -(-sizes // batch_sizes)
     group = np.repeat(np.arange(len(sizes)), counts)
-    number = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the batch in its group
+    number = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a batch in its group
     ends = np.cumsum(sizes)
     starts = (ends - sizes)[group] + number * batch_sizes[group]
     return np.stack([starts, np.minimum(starts + batch_sizes[group], ends[group])], axis=1)

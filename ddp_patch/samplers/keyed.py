@@ -305,7 +305,7 @@ class Permutation:
         """Permute the numbers that have at most as many bits as ``n - 1``."""
         low, high = self._low, self._high
         one = np.uint64(1)
-        left, right = values >> low, values & ((one << low) - one)  # of `high` and `low` bits
+        left, right = values >> low, values & ((one << low) - one)  # numbers of `high` and of `low` bits
         for key in self._keys:
             mixed = right ^ key
             mixed *= _MULTIPLY[0]
