@@ -325,7 +325,7 @@ class Schedule:
         plan: The rank's share of each part.
         batching: How a worker makes batches of its items.
         parts: The part of each worker, in the order of their turns.
-        sizes: Where items are batches, the sizes of this rank's, as far as they were drawn.
+        sizes: If items are batches, the sizes of this rank's batches, as far as they were drawn.
         sizes_of_all: The sizes of all ranks' batches, in the stream's order; None if this rank does not see them.
         batch_plan: The rank's share of each batch, where batches are divided.
 

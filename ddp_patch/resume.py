@@ -83,7 +83,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
 def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, Any]:
     """Return the state after the batches that were delivered on this rank, for frameworks, which save one rank's state.
 
-    A framework takes a pass for ended after ``len()`` batches. So the state says that the pass has ended if this rank
+    To a framework, a pass has ended after ``len()`` batches. So the state says that the pass has ended if this rank
     knows it, even if other ranks may not know it yet.
 
     Args:

@@ -37,7 +37,7 @@ class Server(forkserver.ForkServer):
     """A process from which other processes are forked. It starts at its first use, and ends with this process.
 
     Args:
-        environment: Variables that its environment has beside this process's.
+        environment: Variables of its environment, in addition to this process's variables.
         modules: The modules that it imports when it starts; missing modules are left out.
     """
 

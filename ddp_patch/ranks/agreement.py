@@ -228,7 +228,7 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
     """Compare the ranks' loaders, and decide for each loader on the seed, generator states and number for all ranks.
 
     Raises:
-        RankMismatchError: The loaders differ. No number of a seed is used up then.
+        RankMismatchError: The loaders differ. They do not count for the seeds of later loaders.
     """
     first = next(iter(reported.values()))
     require_same(AGREEING, {rank: report["alike"] for rank, report in reported.items()})

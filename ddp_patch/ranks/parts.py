@@ -116,7 +116,7 @@ class Parts:
         """
         *_, shuffles, workers = self._kind
         noted, before, self._before = sum(map(len, sketch.batches)), self._before, (number, sketch.order)
-        if len({*chain.from_iterable(sketch.batches)}) < _FEWEST:  # fewer may be padding, or made up data all alike
+        if len({*chain.from_iterable(sketch.batches)}) < _FEWEST:  # fewer may be padding, or equal samples
             return
         whose = claims.claim(f"{number}/order/{sketch.order:x}", f"{claims.rank}")
         if whose.isdecimal() and int(whose) not in {claims.rank, *self._replicas}:
