@@ -11,8 +11,6 @@ from pathlib import Path
 from _ddp_patch_command import main
 from ddp_patch.errors import explain
 
-__all__ = ["loaded"]
-
 # The packages that the extra installs. The message about the extra would be wrong for any other missing package.
 _NEEDED = {"click", "rich"}
 

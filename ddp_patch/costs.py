@@ -16,7 +16,6 @@ from ddp_patch.validation import as_index, shown
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
-__all__ = ["COST_WINDOW", "Cost", "CostOf", "CostValues"]
 
 CostValues: TypeAlias = Sequence[float] | np.ndarray[Any, Any] | torch.Tensor | Callable[[Any], float]
 CostOf: TypeAlias = Literal["sum", "padded"]

@@ -35,8 +35,6 @@ from ddp_patch.resume import loader_state, restore_loader
 from ddp_patch.sharding.saved_state import epoch_after
 from ddp_patch.sharding.state_text import from_text
 
-__all__ = ["ElasticLoader"]
-
 T = TypeVar("T")
 
 # How many first items of an order the replicas compare. They meet before they draw.

@@ -36,9 +36,6 @@ from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import Position, begin_next_epoch
 from ddp_patch.walks import is_empty, nested, place_of
 
-__all__ = ["OwnMethods", "PatchedLoader", "assert_loaders_patched", "check_loaders_is_patched"]
-
-
 T_co = TypeVar("T_co", covariant=True)
 
 

@@ -8,8 +8,6 @@ from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.validation import as_index, seconds
 
-__all__ = ["Fingerprint", "Layout", "Options", "Share", "Uneven", "check_choice"]
-
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches", "by_worker"]

@@ -55,9 +55,6 @@ from ddp_patch.sharding.sampler import EpochSampler, describe_share
 from ddp_patch.walks import Nest
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
 
-__all__ = ["PatchOptions", "patch_dataloader_to_ddp", "patch_each"]
-
-
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
 T = TypeVar("T")

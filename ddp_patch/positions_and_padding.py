@@ -21,19 +21,6 @@ from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Options, Uneven, check_choice
 from ddp_patch.validation import check_rank, counted
 
-__all__ = [
-    "ONE_PER_STEP",
-    "BatchRecord",
-    "Batching",
-    "Part",
-    "Plan",
-    "Schedule",
-    "Sizes",
-    "made_in_turn",
-    "require_steps",
-    "turn_after",
-]
-
 T = TypeVar("T")
 
 

@@ -20,15 +20,6 @@ from ddp_patch.sharding.saved_state import Position, no_state, position_in, stat
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.validation import as_index
 
-__all__ = [
-    "batches_as_here",
-    "loader_state",
-    "restore_loader",
-    "resume_loader",
-    "state_on_this_rank",
-    "state_or_reason",
-]
-
 _RESTORING = "Restoring a loader's state"
 
 

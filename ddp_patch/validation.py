@@ -9,9 +9,6 @@ import numpy as np
 
 from ddp_patch.errors import InvalidOptionError
 
-__all__ = ["as_index", "check_flag", "check_rank", "counted", "is_seconds", "seconds", "shown", "whole_number"]
-
-
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 80
 _short.maxlevel = 3

@@ -15,23 +15,6 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.errors import NotALoaderError
 
-__all__ = [
-    "LOOKED_AT",
-    "SCALARS",
-    "KeyPath",
-    "Nest",
-    "code_run",
-    "elements",
-    "first_parts",
-    "held",
-    "is_empty",
-    "nested",
-    "place_of",
-    "plain_tensors",
-    "stored",
-    "walk",
-]
-
 # How many elements of a container are read.
 LOOKED_AT: Final = 32
 

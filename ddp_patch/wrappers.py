@@ -22,8 +22,6 @@ from ddp_patch.sharding.refusals import require_steps_known
 from ddp_patch.sharding.sampler import ShardedSampler
 from ddp_patch.validation import check_flag, shown
 
-__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "alone", "split_options", "with_mesh"]
-
 T = TypeVar("T")
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch.distributed as dist
 
 from ddp_patch.errors import RankMismatchError
+from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import Digest
 from ddp_patch.ranks import claims, pass_monitor, patient_store
 from ddp_patch.ranks.claims import Claims
-from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Digests, Progress, Stage, State, next_count
+from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Digests, Progress, Stage, next_count
 from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
 
 __all__ = ["Connection", "Rank", "connected", "new_store", "rule_of", "run_together"]

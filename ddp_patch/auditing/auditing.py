@@ -21,9 +21,6 @@ from ddp_patch.running.loader_reports import unpatched
 from ddp_patch.sharding.refusals import require_one_of_each
 from ddp_patch.validation import check_flag, whole_number
 
-__all__ = ["AuditOptions", "Loader", "Loaders", "audit"]
-
-
 # How many items of all ranks together are drawn by default.
 _MOST = 16_000_000
 # The options of patch_dataloader_to_ddp() that are refused, because the audit chooses the ranks itself.

@@ -25,9 +25,6 @@ from ddp_patch.loaders.hooks import places_recorded
 from ddp_patch.options import Layout, Share, Uneven
 from ddp_patch.running.command import DESCRIPTION, run
 
-__all__ = ["commands"]
-
-
 _FORMS = click.Choice(["text", "json", "markdown", "github"])
 _PASSED_ON = "Passed on to patch_dataloader_to_ddp; see docs/api.md."
 _COST = (

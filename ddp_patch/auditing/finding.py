@@ -20,8 +20,6 @@ from ddp_patch.orders.random_states import look
 from ddp_patch.ranks.claims import unwatched
 from ddp_patch.walks import KeyPath, is_empty, nested
 
-__all__ = ["find", "leaves_of", "line_of", "look_up"]
-
 
 def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
     """Return the loaders and factories that a target names, by their places, such as ``loaders.train``.

@@ -12,8 +12,6 @@ from ddp_patch.auditing.world import Costs, Coverage, EpochGiven, StepCosts, Wor
 from ddp_patch.loaders.facts import NOTHING_TO_COMPARE, LoaderFacts, has_nothing_to_compare
 from ddp_patch.validation import counted
 
-__all__ = ["Judge"]
-
 
 class Judge:
     """Collects the problems of a loader, epoch by epoch, and makes the report.

@@ -19,8 +19,6 @@ from ddp_patch.auditing.world import Costs, EpochGiven, counts_of, dense
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Pictured", "alternative", "imbalance", "picture_html", "pictured", "svg", "waiting_text"]
-
 
 def imbalance(costs: Costs) -> float | None:
     """Return the slowest rank's cost divided by the ranks' mean cost, over all steps; None if all costs are 0.

@@ -3,9 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["SAID", "Problem", "problem_kinds"]
-
-
 # By kind of problem: why it matters, and what to do.
 SAID: Mapping[str, tuple[str, str]] = {
     "not_sharded": (

@@ -40,9 +40,6 @@ from ddp_patch.ranks.claims import unwatched
 from ddp_patch.sharding.refusals import require_index, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler
 
-__all__ = ["Audited", "Coding", "Factory", "Numbers", "Rank", "RankGiven", "indexed", "made_by", "name_of"]
-
-
 Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
 Numbers: TypeAlias = NDArray[np.integer[Any]]
 

@@ -16,8 +16,6 @@ from ddp_patch.auditing.picture import Pictured, picture_html, waiting_text
 from ddp_patch.auditing.problems import Problem
 from ddp_patch.errors import AuditError
 
-__all__ = ["EpochReport", "Report", "Reports", "annotation", "page"]
-
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:

@@ -16,9 +16,6 @@ from ddp_patch.options import Options
 from ddp_patch.positions_and_padding import Batching, Plan
 from ddp_patch.sharding.refusals import unit_shared
 
-__all__ = ["Costs", "Coverage", "EpochGiven", "StepCosts", "World", "counts_of", "coverage", "dense", "signature"]
-
-
 Costs: TypeAlias = NDArray[np.float64]
 # Returns the cost of each of a rank's steps.
 StepCosts: TypeAlias = Callable[[RankGiven], Costs]

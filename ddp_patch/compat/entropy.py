@@ -10,8 +10,6 @@ from unittest.mock import patch
 
 import torch
 
-__all__ = ["entropy_drawn_by"]
-
 
 @contextmanager
 def entropy_drawn_by(draw: Callable[[int], bytes]) -> Iterator[None]:

@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-__all__ = ["files_opened_by"]
-
 
 @contextmanager
 def files_opened_by(open_file: Callable[..., Any]) -> Iterator[None]:

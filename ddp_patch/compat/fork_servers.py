@@ -17,8 +17,6 @@ from multiprocessing.context import ForkServerProcess, set_spawning_popen
 from typing import Any
 from unittest.mock import patch
 
-__all__ = ["Forked", "Server", "own_folder", "preloaded"]
-
 _starting = threading.Lock()  # so that no two threads change the environment at once
 
 

@@ -29,42 +29,6 @@ from ddp_patch.errors import StreamLengthError, TorchVersionError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-__all__ = [
-    "DRAWS_FROM_SAMPLERS",
-    "LOADED_STATE",
-    "MAKE_ITERATOR",
-    "RUNNING_ITERATOR",
-    "AroundIterator",
-    "BatchesOf",
-    "DispatchMode",
-    "RunningLoader",
-    "WorkerInfo",
-    "argument_names",
-    "backward_in_progress",
-    "call_at_second_batch",
-    "default_store",
-    "forget_iterator",
-    "gather_in_background",
-    "gloo_group",
-    "has_own_iteration",
-    "has_own_iterators",
-    "has_thread_workers",
-    "imported_fsdp",
-    "is_torch_batch_sampler",
-    "is_torchdatas",
-    "is_within_transform",
-    "items_changed",
-    "kept_weights",
-    "length_not_noted",
-    "noted_worker_info",
-    "rank_noted",
-    "read_by_parts",
-    "replace_worker_seed",
-    "root_mesh",
-    "tables_of",
-    "times_written",
-    "worker_info_told",
-]
 
 
 def _private(name: str, needed_for: str, instead: str = "") -> Any:
@@ -99,9 +63,11 @@ def _lacking(name: str, needed_for: str, instead: str = "") -> TorchVersionError
 
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-    from torch.utils.data._utils.worker import WorkerInfo
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.data._utils.worker import WorkerInfo as WorkerInfo
     from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    DispatchMode = TorchDispatchMode
 else:
     DispatchMode = _private("torch.utils._python_dispatch.TorchDispatchMode", "Running scripts as one process")
     _BaseDataLoaderIter = _private("torch.utils.data.dataloader._BaseDataLoaderIter", "Counting a loader's batches")

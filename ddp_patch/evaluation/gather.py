@@ -26,8 +26,6 @@ from ddp_patch.ranks.packing import bytes_of, packed, unpacked
 from ddp_patch.sharding.patched_loaders import passes_of
 from ddp_patch.sharding.sampler import EpochSampler
 
-__all__ = ["OwnOutputs", "are_alike", "gather_in_order", "gather_step", "gather_this_step", "is_in_a_step"]
-
 Outputs = TypeVar("Outputs")
 
 

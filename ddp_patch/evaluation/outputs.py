@@ -13,8 +13,6 @@ from ddp_patch.errors import OutputsError
 from ddp_patch.evaluation.shares import Misfit, RankShare
 from ddp_patch.ranks.exchange import by_value, ranks_text
 
-__all__ = ["GATHERING", "Leaf", "Reading", "joined", "judge_outputs", "mapped", "read", "row_bytes"]
-
 Leaf: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | list[Any]
 
 

@@ -14,8 +14,6 @@ from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.patched_loaders import batches_delivered, passes_of
 from ddp_patch.validation import counted
 
-__all__ = ["Array", "Misfit", "RankShare", "places_of", "share_of_pass", "share_of_step"]
-
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 # More rows than a batch has. Where whole batches are shared, a row's key is its batch's number times this, plus its

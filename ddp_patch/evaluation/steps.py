@@ -24,8 +24,6 @@ from ddp_patch.sharding.patched_loaders import passes_of, patched_facts
 from ddp_patch.validation import counted
 from ddp_patch.walks import elements
 
-__all__ = ["Steps", "iter_with_mask", "iter_with_weights", "shared_facts", "steps_of"]
-
 
 def shared_facts(operation: str, loader: DataLoader[Any]) -> LoaderFacts[Any] | None:
     """Return the facts of a patched loader; None for an unpatched loader in a single process.

@@ -32,19 +32,6 @@ from ddp_patch.orders.digest import as_array, few_numbers, few_places, fingerpri
 from ddp_patch.orders.random_states import is_users
 from ddp_patch.walks import LOOKED_AT, elements, stored, walk
 
-__all__ = [
-    "Column",
-    "Verdict",
-    "attributes",
-    "columns_digest",
-    "columns_of",
-    "compared",
-    "elements_at",
-    "last_parts",
-    "plain_data",
-    "spread",
-]
-
 # How many elements of a column are read, evenly spread; how many rows of Hugging Face's tables, which may have
 # pictures.
 _MOST: Final = 256

@@ -25,21 +25,6 @@ from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.loaders.samples import iterated_by
 from ddp_patch.validation import check_flag
 
-__all__ = [
-    "COPY",
-    "METHODS",
-    "OWN_METHODS",
-    "change_loader",
-    "copies_plainly",
-    "copy_loader",
-    "extract_loader_parameters",
-    "notice_if_iterated",
-    "repeated_in",
-    "repeater_in",
-    "state_for_copies",
-    "with_repeated",
-]
-
 L = TypeVar("L", bound=DataLoader[Any])
 
 

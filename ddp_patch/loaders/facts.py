@@ -25,21 +25,6 @@ from ddp_patch.orders.random_states import RandomGenerator, random_generators
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
-__all__ = [
-    "NOTHING_TO_COMPARE",
-    "Claim",
-    "LoaderFacts",
-    "ShardedUnit",
-    "StreamFacts",
-    "claim_of",
-    "data_digest",
-    "data_of",
-    "has_nothing_to_compare",
-    "held_for_workers",
-    "look_at",
-]
-
-
 L = TypeVar("L", bound=DataLoader[Any])
 
 # What ranks compare of a loader that is sharded already, as plain data.

@@ -17,18 +17,6 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.walks import walk
 
-__all__ = [
-    "OURS",
-    "Use",
-    "about_to_use",
-    "called_before",
-    "from_here",
-    "made",
-    "places_recorded",
-    "script_line",
-    "told_of_uses",
-]
-
 
 class Use(Enum):
     """The kinds of use of a loader."""

@@ -13,9 +13,6 @@ import torch
 from ddp_patch.loaders.samples import epochs_in
 from ddp_patch.orders.digest import number_or_zero
 
-__all__ = ["NotedIndices", "Sketch", "common_items", "is_more_than_padding", "row_hashes"]
-
-
 # How many bytes of a sample's array are hashed, evenly spread.
 _LOOKED_AT = 1024
 

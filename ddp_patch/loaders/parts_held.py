@@ -13,8 +13,6 @@ from ddp_patch.compat.private_packages import is_hugging_face_stage
 from ddp_patch.loaders.columns import attributes, elements_at, last_parts, plain_data, spread
 from ddp_patch.walks import LOOKED_AT, held, walk
 
-__all__ = ["first_differing", "held_by"]
-
 # How many elements are compared, evenly spread.
 _MOST: Final = 16
 # Attributes whose names have one of these words may differ between ranks.

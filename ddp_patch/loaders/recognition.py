@@ -29,27 +29,6 @@ from ddp_patch.errors import AssumedShardedWarning, DDPPatchError, NotALoaderErr
 from ddp_patch.loaders.samples import inner_samplers, iterated_by, nested_samplers
 from ddp_patch.walks import code_run, first_parts, held, stored, walk
 
-__all__ = [
-    "HeldWorld",
-    "error_context",
-    "ignores_index",
-    "ignores_samplers",
-    "is_loader",
-    "line_for_inner",
-    "may_ask_rank",
-    "nested_datasets",
-    "or_inside",
-    "require_loader",
-    "samplers_in_use",
-    "samplers_within",
-    "says_ranks_differ",
-    "sharded_by",
-    "shards_itself",
-    "streams_in",
-    "tell_if_assumed",
-    "world_of",
-]
-
 # A rank and the number of ranks.
 HeldWorld: TypeAlias = tuple[int, int]
 

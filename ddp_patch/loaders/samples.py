@@ -16,21 +16,6 @@ from ddp_patch.orders.chunks import copy_item, returns_itself, start_iterating
 from ddp_patch.orders.random_states import look, random_generators
 from ddp_patch.walks import held, walk
 
-__all__ = [
-    "copy_to_draw",
-    "deep_copy",
-    "epochs_in",
-    "inner_samplers",
-    "is_one_shot",
-    "iterated_by",
-    "length_of",
-    "nested_samplers",
-    "or_unknown",
-    "steps_of",
-    "tell_epoch",
-]
-
-
 V = TypeVar("V")
 
 

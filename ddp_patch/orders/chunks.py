@@ -20,19 +20,6 @@ from ddp_patch.positions_and_padding import Plan
 if TYPE_CHECKING:
     from ddp_patch.orders.digest import Digest
 
-__all__ = [
-    "MOST_AHEAD",
-    "MOST_PLAIN",
-    "Chunk",
-    "Drawn",
-    "State",
-    "copied_items",
-    "copy_item",
-    "returns_itself",
-    "split_chunks",
-    "start_iterating",
-]
-
 
 T = TypeVar("T")
 

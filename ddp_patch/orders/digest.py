@@ -21,19 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "END",
-    "Digest",
-    "as_array",
-    "few_numbers",
-    "few_places",
-    "fingerprint",
-    "mark_counts",
-    "next_mark",
-    "number_of",
-    "number_or_zero",
-]
-
 # How many elements of a list within an unknown object are hashed.
 _ELEMENTS = 8
 # How many numbers of a large tensor are hashed.

@@ -22,19 +22,6 @@ from ddp_patch.errors import StreamLengthError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "EpochOrder",
-    "RandomAccess",
-    "blocks",
-    "has_computed_order",
-    "has_order",
-    "in_blocks",
-    "is_always_alike",
-    "is_random_access",
-    "is_torch_sampler",
-    "order_of",
-]
-
 
 class RandomAccess(Protocol):
     """A sampler that can look up the items at any positions of any epoch.

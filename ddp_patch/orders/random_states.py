@@ -29,34 +29,6 @@ from ddp_patch.compat.private_torch import replace_worker_seed
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.walks import LOOKED_AT, elements, stored
 
-__all__ = [
-    "EpochCounter",
-    "GlobalState",
-    "PrivateRNG",
-    "RandomGenerator",
-    "Seed",
-    "WorkerSeeding",
-    "balancing_key",
-    "distributed_permutation",
-    "epoch_seed",
-    "generator_state",
-    "generator_states",
-    "is_stateful",
-    "is_users",
-    "loader_seed",
-    "look",
-    "one_at_a_time",
-    "plain_attributes",
-    "random_generators",
-    "reader_seed",
-    "seeded_anew",
-    "set_generator_state",
-    "set_generator_states",
-    "shuffle_key",
-    "torch_seed",
-]
-
-
 # ---- generators that objects hold, and counters ----
 
 RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random

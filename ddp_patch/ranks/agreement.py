@@ -29,9 +29,6 @@ from ddp_patch.ranks.claims import Claims, agreed_claims, claims_of_explicit_wor
 from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what
 from ddp_patch.ranks.world import World
 
-__all__ = ["ONE", "Agreed", "Subject", "agree", "failures_broadcast"]
-
-
 AGREEING = "Agreeing on how data is sharded"
 
 # The description of the loaders in a call for a single loader or sampler.

@@ -16,8 +16,6 @@ from ddp_patch.errors import DDPPatchWarning, RankMismatchError, WorldError
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.patient_store import STORE_ERRORS, PatientStore
 
-__all__ = ["Claims", "agreed_claims", "claims_of_explicit_world", "unwatched"]
-
 # By store: the number of the process group among the groups that had the store; the numbers of loaders with equal facts
 # that were patched in an explicit world.
 _given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -4,8 +4,6 @@ from time import monotonic, perf_counter, sleep
 
 from ddp_patch.ranks.claims import Claims
 
-__all__ = ["Ends"]
-
 # In a pass of unknown length, every one of the first steps is reported. Reports of later steps take at most 1/100 of
 # the time.
 _REPORTED_STEPS, _STEP_TIMES = 1000, 100

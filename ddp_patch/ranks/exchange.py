@@ -19,21 +19,6 @@ from ddp_patch import errors
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 
-__all__ = [
-    "FEW",
-    "by_value",
-    "digest",
-    "exchange",
-    "parties_text",
-    "ranks_text",
-    "refusal",
-    "refuse",
-    "require_same",
-    "store_reached",
-    "who_has_what",
-]
-
-
 # The most ranks, and the most values, that an error lists.
 FEW = 16
 

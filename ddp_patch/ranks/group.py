@@ -32,8 +32,6 @@ from ddp_patch.ranks.exchange import MARGIN_S, exchange, ranks_text, refusal, re
 from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.validation import counted
 
-__all__ = ["Channel", "Group", "closed_at_exit", "kept_groups", "made_group", "opened"]
-
 T = TypeVar("T")
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 

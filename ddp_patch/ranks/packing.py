@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["bytes_of", "packed", "unpacked"]
-
 
 def packed(value: Any) -> bytes:
     """Pickle a value. Tensors arrive detached, and tensors on other devices are copied through the CPU."""

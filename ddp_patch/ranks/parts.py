@@ -16,8 +16,6 @@ from ddp_patch.loaders.overlap import Sketch, common_items, is_more_than_padding
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.exchange import ranks_text
 
-__all__ = ["Parts"]
-
 # If no sampler shows the indices of a rank's part, the first 256 samples of a pass are hashed, and then the samples of
 # every 7th batch: a number of workers that take turns is seldom a multiple of 7.
 _SAMPLES, _EACH = 256, 7

@@ -27,21 +27,6 @@ from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import END
 
-__all__ = [
-    "A_LOOK",
-    "MORE_THAN_A_LOOK",
-    "Beginning",
-    "BegunPass",
-    "Digests",
-    "Marks",
-    "PassNumbers",
-    "Progress",
-    "Stage",
-    "State",
-    "Word",
-    "next_count",
-]
-
 # How many batches a look has at most.
 A_LOOK = 1
 # A pass that was removed as a look is added again at a further batch. From this many batches on, a pass is no look.

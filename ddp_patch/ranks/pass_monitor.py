@@ -12,25 +12,14 @@ from weakref import WeakKeyDictionary
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import PartialPassWarning, RankMismatchError, RankMismatchWarning, StreamLengthWarning
 from ddp_patch.loaders.overlap import Sketch
+from ddp_patch.orders.chunks import State
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.ends import PATIENCE_S, Ends
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.parts import Parts
-from ddp_patch.ranks.pass_facts import (
-    Beginning,
-    BegunPass,
-    Digests,
-    PassNumbers,
-    Progress,
-    Stage,
-    State,
-    Word,
-    next_count,
-)
+from ddp_patch.ranks.pass_facts import Beginning, BegunPass, Digests, PassNumbers, Progress, Stage, Word, next_count
 from ddp_patch.ranks.pass_rules import ALL_ITERATE, Rule, mismatch_text, rule_broken, shorter
 from ddp_patch.validation import counted
-
-__all__ = ["PassMonitor", "PassesMade", "Rules"]
 
 # How many passes were begun over all loaders: by the store, the ranks' group, and the thread.
 _passes_made: WeakKeyDictionary[Any, Counter[tuple[str, int]]] = WeakKeyDictionary()

@@ -8,8 +8,6 @@ from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.pass_facts import Word
 from ddp_patch.validation import counted
 
-__all__ = ["ALL_ITERATE", "Rule", "mismatch_text", "rule_broken", "shorter"]
-
 Rule: TypeAlias = Literal["passes", "others", "data", "order", "length", "numbers"]
 
 

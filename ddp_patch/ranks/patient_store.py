@@ -9,8 +9,6 @@ import torch.distributed as dist
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import DDPPatchWarning
 
-__all__ = ["STORE_ERRORS", "PatientStore"]
-
 # The errors of stores that are gone, and of a fake group's store, which cannot be read.
 STORE_ERRORS = (RuntimeError, ValueError)
 # Each failure in a row doubles the number of requests that are left out, up to this many doublings.

@@ -13,9 +13,6 @@ from ddp_patch.compat.private_torch import root_mesh
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.validation import check_rank, whole_number
 
-__all__ = ["World", "find_world"]
-
-
 # Names of mesh dimensions that split the data, in small letters, as torch, torchtitan, Megatron, veScale, accelerate,
 # transformers, Lightning and torchprime use them.
 _DATA_PARALLEL = (

@@ -16,9 +16,6 @@ import torch
 from ddp_patch.errors import SamplerError
 from ddp_patch.samplers.keyed import At, KeyedSampler, Positions, generator_of, sequence, smallest, whole
 
-__all__ = ["Classes", "Labels", "PKBatchSampler", "WeightedClassSampler"]
-
-
 Labels: TypeAlias = Sequence[Hashable] | npt.NDArray[Any] | torch.Tensor
 
 

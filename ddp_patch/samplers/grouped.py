@@ -30,8 +30,6 @@ from ddp_patch.samplers.keyed import (
     whole,
 )
 
-__all__ = ["GroupedBatchSampler", "LengthBucketBatchSampler", "aspect_ratio_groups"]
-
 
 @dataclass(frozen=True, slots=True)
 class Batches:

@@ -15,21 +15,6 @@ from ddp_patch.orders.orders import blocks, is_random_access
 from ddp_patch.orders.random_states import EpochCounter, shuffle_key
 from ddp_patch.validation import as_index
 
-__all__ = [
-    "At",
-    "IterationBatchSampler",
-    "KeyedSampler",
-    "Permutation",
-    "Positions",
-    "ScalableRandomSampler",
-    "flag",
-    "generator_of",
-    "positive",
-    "sequence",
-    "smallest",
-    "whole",
-]
-
 T = TypeVar("T")
 
 Positions: TypeAlias = npt.NDArray[np.int64]

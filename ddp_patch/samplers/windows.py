@@ -12,8 +12,6 @@ from torch.utils.data import Dataset
 from ddp_patch.errors import SamplerError
 from ddp_patch.samplers.keyed import At, KeyedSampler, Permutation, Positions, flag, generator_of, whole
 
-__all__ = ["WindowDataset", "WindowSampler"]
-
 
 class WindowSampler(KeyedSampler[int]):
     """Yield the starts of windows over a time series, with another random offset in each epoch.

@@ -27,7 +27,6 @@ from ddp_patch.positions_and_padding import Plan
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Balancer", "balance_window", "balanced_order", "balanced_stream", "part_of_batch"]
 
 T = TypeVar("T")
 

@@ -9,8 +9,6 @@ from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import NotedBatch
 
-__all__ = ["Delivery", "Items"]
-
 
 class Items:
     """What is known of the items of a pass: nothing, where a loader was sharded before.

@@ -14,8 +14,6 @@ from ddp_patch.validation import as_index
 if TYPE_CHECKING:
     from ddp_patch.sharding.passes import Pass
 
-__all__ = ["Epochs", "epoch_number"]
-
 
 T = TypeVar("T")
 

@@ -14,9 +14,6 @@ from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.pass_facts import Marks
 from ddp_patch.sharding.saved_state import NotedBatch, Position
 
-__all__ = ["Foreign", "Indexed", "ItemSource", "Nothing", "Streamed"]
-
-
 T = TypeVar("T")
 
 

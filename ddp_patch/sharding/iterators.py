@@ -28,8 +28,6 @@ from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.pickled_batches import by_value
 from ddp_patch.sharding.saved_state import NotedBatch
 
-__all__ = ["CountedIterator", "EmptyIterator", "RepeatedPasses", "WatchedIterator"]
-
 
 def _is_failure(error: BaseException) -> bool:
     """Return whether an error leaves doubt about what is lost. An error of this package leaves none."""

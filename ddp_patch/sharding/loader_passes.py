@@ -26,8 +26,6 @@ from ddp_patch.sharding.saved_state import Position, States
 if TYPE_CHECKING:
     from ddp_patch.sharding.passes import Pass
 
-__all__ = ["LoaderUse", "Passes", "batches_into_pass", "items_left", "require_no_failure"]
-
 
 T = TypeVar("T")
 

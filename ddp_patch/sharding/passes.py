@@ -16,8 +16,6 @@ from ddp_patch.sharding.saved_state import Position, States
 if TYPE_CHECKING:
     from ddp_patch.sharding.loader_passes import Passes
 
-__all__ = ["Pass", "RankItems"]
-
 
 T = TypeVar("T")
 R = TypeVar("R")

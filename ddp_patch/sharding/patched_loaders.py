@@ -12,8 +12,6 @@ from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.sharding.loader_passes import Passes
 from ddp_patch.sharding.sampler import EpochSampler
 
-__all__ = ["batches_delivered", "passes_of", "patched_facts", "patched_sampler"]
-
 
 def batches_delivered(facts: LoaderFacts[Any]) -> int:
     """Return how many batches of the latest pass a patched loader has given, as its ``CountedIterator`` counts.

@@ -11,9 +11,6 @@ from ddp_patch.ranks.packing import bytes_of
 from ddp_patch.sharding.saved_state import NotedBatch
 from ddp_patch.walks import SCALARS, elements, plain_tensors
 
-__all__ = ["by_value"]
-
-
 # The largest batch, in bytes, whose tensors leave a worker in the message itself. torch would make a file in shared
 # memory for each tensor, and open it in the main process, which costs several times as much.
 _SMALL_BYTES = 2**16

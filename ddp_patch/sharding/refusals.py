@@ -24,16 +24,6 @@ from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.validation import counted
 from ddp_patch.walks import stored
 
-__all__ = [
-    "require_costs",
-    "require_index",
-    "require_one_of_each",
-    "require_shareable",
-    "require_steps_known",
-    "unit_shared",
-]
-
-
 L = TypeVar("L", bound=DataLoader[Any])
 
 

@@ -17,9 +17,6 @@ from ddp_patch.sharding.saved_state import position_in, state_now
 from ddp_patch.sharding.wrapper_attributes import AttributeProxy
 from ddp_patch.validation import counted
 
-__all__ = ["EpochSampler", "ShardedSampler", "describe_share"]
-
-
 T = TypeVar("T")
 
 

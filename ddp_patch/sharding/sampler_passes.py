@@ -27,9 +27,6 @@ from ddp_patch.sharding.saved_state import Position, States
 from ddp_patch.sharding.shared_order import SharedOrder
 from ddp_patch.validation import counted
 
-__all__ = ["SamplerPasses"]
-
-
 T = TypeVar("T")
 
 

@@ -31,9 +31,6 @@ from ddp_patch.sharding.saved_state import States
 from ddp_patch.validation import shown
 from ddp_patch.walks import stored
 
-__all__ = ["DatasetStates", "EpochDraw", "SamplerStates"]
-
-
 # How many epochs' beginnings are kept, for a script that goes back to one.
 _MOST_BEGINNINGS = 32
 # How many items are drawn, at most, to find what samplers have counted by the beginning of an epoch.

@@ -14,21 +14,6 @@ from ddp_patch.validation import shown
 if TYPE_CHECKING:
     from ddp_patch.sharding.loader_passes import Passes
 
-__all__ = [
-    "RECOGNISED_BY",
-    "NotedBatch",
-    "Position",
-    "States",
-    "StreamSnapshot",
-    "StreamStart",
-    "begin_next_epoch",
-    "epoch_after",
-    "no_state",
-    "position_in",
-    "state_after",
-    "state_now",
-]
-
 
 # By how many of its first items a stream is recognised, at most.
 RECOGNISED_BY: Final = 8

@@ -13,9 +13,6 @@ from ddp_patch.orders.random_states import distributed_permutation, epoch_seed
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream
 
-__all__ = ["SharedOrder"]
-
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ import torch
 
 from ddp_patch.ranks.packing import bytes_of
 
-__all__ = ["as_text", "from_text"]
-
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _MARK = "!"
 

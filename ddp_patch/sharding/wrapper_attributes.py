@@ -5,8 +5,6 @@ from typing import Any, ClassVar
 
 from ddp_patch.errors import InvalidOptionError
 
-__all__ = ["AttributeProxy"]
-
 
 class AttributeProxy:
     """Base of a wrapper. Its own attributes are those of its class, and those that it has when it is sealed.

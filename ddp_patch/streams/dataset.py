@@ -24,9 +24,6 @@ from ddp_patch.streams.reader import StreamReader
 from ddp_patch.streams.reported_pass import BEGUN, ENDED, PARTS, STREAM
 from ddp_patch.streams.stream_share import StreamShare, this_worker
 
-__all__ = ["ReaderPass", "ShardedIterable", "begin_worker"]
-
-
 T = TypeVar("T")
 
 

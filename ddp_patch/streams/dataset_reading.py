@@ -21,9 +21,6 @@ from ddp_patch.streams.reported_pass import PARTS
 from ddp_patch.streams.reports import Report
 from ddp_patch.streams.stream_share import Asked, PartStart
 
-__all__ = ["NOTHING", "DatasetReading"]
-
-
 T = TypeVar("T")
 
 # Stands for an item where there is none.

@@ -13,8 +13,6 @@ from ddp_patch.options import Uneven
 from ddp_patch.positions_and_padding import made_in_turn, turn_after
 from ddp_patch.sharding.saved_state import Position
 
-__all__ = ["BalancedRounds", "Round", "next_round", "position_of_rounds", "rounds_ahead"]
-
 
 class Round(NamedTuple):
     """One step of all ranks.

@@ -17,9 +17,6 @@ from ddp_patch.streams.even_rounds import BalancedRounds, Round, rounds_ahead
 from ddp_patch.streams.stream_sampler import StreamPasses
 from ddp_patch.streams.stream_source import StreamSource
 
-__all__ = ["AHEAD", "OwnBatches", "even_batches", "even_steps"]
-
-
 # How many batches a rank holds when the ranks report, at most: to report takes time, and batches take memory.
 AHEAD = 4
 

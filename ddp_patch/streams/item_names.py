@@ -21,7 +21,6 @@ from ddp_patch.streams.reported_pass import COUNTS
 if TYPE_CHECKING:
     from ddp_patch.streams.reports import Report
 
-__all__ = ["ItemNames", "marked"]
 
 T = TypeVar("T")
 

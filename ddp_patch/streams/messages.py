@@ -7,29 +7,6 @@ from ddp_patch.compat.private_packages import SAMPLE_KEY
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.validation import counted
 
-__all__ = [
-    "ASKED_IN_SOME",
-    "ASKED_LATE",
-    "asked_for_rank",
-    "asked_for_too_little",
-    "cannot_be_named",
-    "counted_otherwise",
-    "ended_before_state",
-    "ends_differ",
-    "no_pass_begun",
-    "of_other_readers",
-    "other_stream",
-    "part_ended_before_state",
-    "readers_differ",
-    "reads_too_much",
-    "split_in_part",
-    "turns_differ",
-    "unknown_ends",
-    "why_numbers_differ",
-    "why_parts_overlap",
-    "why_streams_differ",
-]
-
 # What to do where ranks read different streams.
 _SEED: Final = (
     "Give each of its shuffles a seed, the same on every rank, and sort files (webdataset's shards: detshuffle=True, "

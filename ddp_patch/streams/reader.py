@@ -18,9 +18,6 @@ from ddp_patch.streams.messages import no_pass_begun
 from ddp_patch.streams.reports import LARGEST, SharedReports
 from ddp_patch.streams.stream_share import Asked, PartStart, StreamShare, this_worker
 
-__all__ = ["Resumed", "StreamReader", "generators_only", "stored_epoch", "tell_epoch"]
-
-
 T = TypeVar("T")
 
 

@@ -21,21 +21,6 @@ from ddp_patch.streams.messages import turns_differ
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "BEGUN",
-    "COUNTS",
-    "ENDED",
-    "NAMES",
-    "NUMBERS",
-    "PARTS",
-    "REPORT",
-    "STREAM",
-    "ReportedPass",
-    "blank_reports",
-    "check_of",
-    "position_of_parts",
-]
-
 
 # How a reader reads: the one stream that all read, or a part of its own.
 STREAM, PARTS = range(2)

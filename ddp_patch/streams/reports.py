@@ -30,7 +30,6 @@ from ddp_patch.streams.reported_pass import REPORT, ReportedPass, blank_reports,
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["LARGEST", "Report", "SharedReports"]
 
 # The reports of so many passes are kept: iterators may live side by side.
 _PASSES_KEPT = 32

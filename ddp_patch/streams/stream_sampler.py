@@ -27,8 +27,6 @@ from ddp_patch.streams.reader import Resumed, StreamReader, generators_only, sto
 from ddp_patch.streams.reported_pass import ENDED
 from ddp_patch.streams.stream_source import StreamSource
 
-__all__ = ["StreamPasses", "StreamSampler"]
-
 
 class StreamSampler(EpochSampler[None]):
     """The index sampler of a sharded iterable dataset.

@@ -12,9 +12,6 @@ from ddp_patch.positions_and_padding import Batching, Plan, turn_after
 from ddp_patch.sharding.saved_state import Position, StreamSnapshot
 from ddp_patch.streams.reported_pass import PARTS, STREAM
 
-__all__ = ["Asked", "PartStart", "StreamShare", "this_worker"]
-
-
 # The attributes of a worker info that differ between workers; and those by which a dataset can split itself.
 _TELLING = frozenset({"id", "num_workers", "seed"})
 _SPLITTING = frozenset({"id", "num_workers"})

@@ -22,8 +22,6 @@ from ddp_patch.streams.reported_pass import NUMBERS, ReportedPass, position_of_p
 if TYPE_CHECKING:
     from ddp_patch.streams.stream_sampler import StreamPasses
 
-__all__ = ["StreamSource"]
-
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 

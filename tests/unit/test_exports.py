@@ -78,8 +78,8 @@ def test_the_public_names_are_these() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_lists_what_it_exports_sorted(name: str) -> None:
+@pytest.mark.parametrize("name", ["ddp_patch", "ddp_patch.errors", "ddp_patch.samplers", "ddp_patch.testing"])
+def test_every_module_that_users_import_lists_what_it_exports_sorted(name: str) -> None:
     module = importlib.import_module(name)
     # As ruff sorts them: constants, classes, functions.
     assert list(module.__all__) == sorted(module.__all__, key=lambda one: (not one.isupper(), one.islower(), one))

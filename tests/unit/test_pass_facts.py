@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from zoo import Indices, N, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
+from ddp_patch.orders.chunks import State
 from ddp_patch.ranks import ends
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.ends import Ends
-from ddp_patch.ranks.pass_facts import Beginning, BegunPass, PassNumbers, Progress, Stage, State, Word, next_count
+from ddp_patch.ranks.pass_facts import Beginning, BegunPass, PassNumbers, Progress, Stage, Word, next_count
 
 __all__ = ["connected"]
 
