@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 from zlib import crc32
 
+import numpy as np
+
 from ddp_patch.compat import entropy
 from ddp_patch.compat.files import globbed_by_os
 from ddp_patch.errors import MissingRanksError
@@ -32,10 +34,10 @@ from ddp_patch.running.overlay import entries_of
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch leaves it out of what it exports
 
-__all__ = ["alike", "asked", "folders_sorted"]
+__all__ = ["alike", "asked", "asking_alone", "folders_sorted"]
 
 
-_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_LIBRARY, _NUMPY = (os.path.dirname(str(module.__file__)) + os.sep for module in (os, np))
 _PACKAGES = ("site-packages", "dist-packages")  # which may lie in a folder of the library's
 # Between the script and what draws stand functions of these files.
 _BETWEEN = {__file__, str(entropy.__file__)}
@@ -47,6 +49,16 @@ _now: list["_Answers"] = []  # those that are asked, the latest last
 def asked() -> str:
     """Return what this rank asked the world so far, to compare it with the other ranks when they meet."""
     return _now[-1].asked if _now else ""
+
+
+@contextmanager
+def asking_alone() -> Iterator[None]:
+    """Let this rank draw entropy of its own while entered, as often as it likes: other ranks do something else."""
+    _now.append(_Answers(b""))
+    try:
+        yield
+    finally:
+        _now.pop()
 
 
 @contextmanager
@@ -122,7 +134,7 @@ class _Answers:
     def drawn(self, size: int) -> bytes:
         """Return so many bytes; none if each rank has to draw for itself."""
         is_main = threading.current_thread() is threading.main_thread() and os.getpid() == self._process
-        line = _asker(sys._getframe(1)) if is_main else ""
+        line = _asker(sys._getframe(1)) if is_main and self is _now[-1] else ""
         if not line:
             return b""
         self._number, self._digest = self._number + 1, crc32(line.encode(), self._digest)
@@ -131,10 +143,10 @@ class _Answers:
 
 
 def _asker(frame: FrameType | None) -> str:
-    """Return the line that asks, outside of Python's library; nothing if each rank has to ask for itself."""
+    """Return the line that asks, outside of Python's library and numpy; nothing if each rank has to ask for itself."""
     while frame is not None:
         file = frame.f_code.co_filename
-        is_library = file.startswith(_LIBRARY) and not any(name in file for name in _PACKAGES)
+        is_library = file.startswith(_NUMPY) or (file.startswith(_LIBRARY) and not any(x in file for x in _PACKAGES))
         if is_library and str(frame.f_globals.get("__name__")).partition(".")[0] in _OF_RUNTIME:
             return ""
         if not (is_library or file in _BETWEEN or file.startswith("<frozen")):

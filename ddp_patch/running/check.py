@@ -93,8 +93,9 @@ class _Recorder:
             self.off("dropout" if "dropout" in name or "bernoulli" in name else "noise")
 
     def before_forward(self, module: nn.Module, _args: Any) -> None:
-        if not all(each in self._names for each in module.parameters()):  # the outermost module is called first
-            self._names |= {each: name for name, each in module.named_parameters() if each not in self._names}
+        for name, each in module.named_parameters():  # the outermost module is called first
+            if isinstance(each, nn.Parameter):  # not what stands for one while calls are compared
+                self._names.setdefault(each, name)
         self._calls.append(Still(self.note).__enter__())  # type: ignore[no-untyped-call]  # torch leaves it unannotated
 
     def after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from ddp_patch.compat.private_torch import kept_weights, tables_of
+from ddp_patch.compat.private_torch import kept_weights, no_torch_function, tables_of, tensor_without_numbers
 from ddp_patch.running.lockstep import GivenUp, Lockstep
 from ddp_patch.running.trees import mapped
 
@@ -308,7 +308,7 @@ class Later(torch.Tensor):
     Autograd sees a tensor as any other: what it records does not ask for the numbers.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch asks for
+    __torch_function__ = no_torch_function()
     of_part: tuple[Part, Layout, torch.Tensor]
     _whole: torch.Tensor | None
 
@@ -316,7 +316,7 @@ class Later(torch.Tensor):
     def of(part: Part, layout: Layout, own: torch.Tensor) -> "Later":
         """Return the whole tensor of which this rank has a part."""
         shape = part.sizes_of(own, layout, part.n)
-        made: Later = torch.Tensor._make_wrapper_subclass(Later, shape, dtype=own.dtype, device=own.device)
+        made: Later = tensor_without_numbers(Later, shape, own)
         made.of_part, made._whole = (part, layout, own), None
         return made
 

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ddp_patch.orders.random_states import GlobalState
+from ddp_patch.running.alike import asking_alone
 from ddp_patch.running.loader_reports import unpatched
 from ddp_patch.running.lockstep import Lockstep
 from ddp_patch.running.trees import PLAIN, leaves_of
@@ -56,7 +57,8 @@ class Cut(list[Any]):
         if found.why:
             return found  # what it changes shall not change twice
         try:
-            samples = read(self[slice(*self.own)])
+            with asking_alone():
+                samples = read(self[slice(*self.own)])
             found.sent = torch.frombuffer(bytearray(_dumped(samples)), dtype=torch.uint8)
             found.why = _why_whole(before, held, dataset)
             if type(samples) is not list:

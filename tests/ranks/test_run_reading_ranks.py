@@ -36,6 +36,8 @@ class Slow(Dataset[Any]):
             self.seen.append(index)
         if self.does == "draws" or (self.does == "draws later" and index > 60):
             random.random()
+        if self.does == "asks":
+            np.random.default_rng().random()
         if self.does == "calls":
             self.layer(torch.ones(1, 2))
         if self.does == "fails" and index == 70:
@@ -83,6 +85,7 @@ READ: dict[str, tuple[Slow, dict[str, Any], str]] = {
     "of which one sample fails in a worker": (Slow("fails"), {"num_workers": 1}, "read by parts"),
     "with random transforms": (Slow("draws"), {}, "reading draws random numbers"),
     "with random transforms of some samples": (Slow("draws later"), {"shuffle": False}, "read by parts"),
+    "with generators that nobody has seeded": (Slow("asks"), {}, "read by parts"),
     "and noted by the dataset": (Slow("notes"), {}, "its dataset changes when it is read"),
     "in a thread": (Slow(), {}, ""),
     "by a module": (Slow("calls"), {}, "read by parts"),

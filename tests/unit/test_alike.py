@@ -1,5 +1,6 @@
 """What the world gives a script is alike on all ranks: the same program, run as rank 0 and then as a later rank."""
 
+import copy
 import glob
 import os
 import random
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import MissingRanksError
-from ddp_patch.running.alike import alike, asked, folders_sorted
+from ddp_patch.running.alike import alike, asked, asking_alone, folders_sorted
 from ddp_patch.running.overlay import entries_of
 
 
@@ -200,6 +201,19 @@ def test_a_rank_that_drew_once_more_is_found_by_what_ranks_compare() -> None:
     other = on_ranks(lambda: draws(2), lambda: draws(3))
     assert other[0] != other[1]
     assert asked() == ""
+
+
+def test_a_copy_of_a_generator_is_drawn_where_the_script_makes_it() -> None:
+    def copies() -> str:
+        copy.deepcopy(np.random.RandomState(3))
+        return asked()
+
+    assert "at test_alike.py" in on_ranks(copies)[0]  # not in a module of numpy's
+    with alike(new_store(), 0, 5):
+        before = asked()
+        with asking_alone():
+            uuid.uuid4()
+        assert asked() == before == ""
 
 
 def test_a_rank_that_waits_for_rank_0_says_so() -> None:
