@@ -328,7 +328,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
             lambda out: out.mean() * float(out.detach().numpy().mean() + sum(out[0].tolist())),
             lambda out: torch.cat([out, out]).mean() + out.data.sum() + len(pickle.dumps(out.data)),
             lambda out: out.mean() + reloaded(out).sum() + out.cpu().detach().numpy().sum(),
-            lambda out: torch.autograd.grad([out], [model.inner.weight], [out], retain_graph=True)[0].sum() + out.mean(),
+            lambda out: torch.autograd.grad([out], [model.inner.weight], [out], retain_graph=True)[0].sum() + out.sum(),
             lambda out: (out.retain_grad(), out.sum().backward(retain_graph=True), out.grad.sum() + out.mean())[2],
             lambda out: changed(out),
             lambda out: cut(out),

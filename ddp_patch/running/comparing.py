@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -80,18 +81,17 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> Way | st
         known = form.way
         for rows in rows_of(given.tensors, calls.lockstep.ranks) if known is None else [known.rows]:
             part = Part(calls.lockstep, f"calls {called.name}", size_of(given.tensors, rows))
-            by_parts = _ByParts(tries, part, Way(rows) if known is None else known, whole)
-            parts = tries.made(by_parts)
-            counts = whole.counts and any(each.kind == "mean" for each in by_parts.way.layouts)
+            parts = tries.made(partial(tries.by_parts, part, known or Way(rows), whole))
+            counts = whole.counts and any(each.kind == "mean" for each in tries.way.layouts)
             why = "it returns a mean by a number that it has computed" if counts else ""
-            why = parts.why or why or _difference(whole, parts, by_parts.scales)
+            why = parts.why or why or _difference(whole, parts, tries.scales)
             if not (why or known or _are_alike(whole.kept, parts.kept)):
                 why = "it leaves a tensor elsewhere than in what it returns"
             reasons.append(tries.agreed(why))
             if not reasons[-1]:
                 tries.state.put_back()
                 form.seconds = (0.0, 0.0) if known is None else (whole.seconds, parts.seconds)
-                return replace(by_parts.way, changes=not _are_alike(tries.state.now(), whole.left))
+                return replace(tries.way, changes=not _are_alike(tries.state.now(), whole.left))
         return None if _UNDECIDED in reasons else reasons[0]
     finally:
         tries.state.put_back()
@@ -106,13 +106,20 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> Way | st
 
 @dataclass
 class _Tries:
-    """Makes tries of one call."""
+    """Makes tries of one call.
+
+    Attributes:
+        way: How the latest one by parts was divided.
+        scales: The largest norm of a rank's part of each tensor that it returned: they may add up to nearly 0.
+    """
 
     calls: Calls
     called: Called
     given: Given
     state: State
     numbers: GlobalState
+    way: Way = field(default_factory=lambda: Way(()))
+    scales: Sequence[float] = ()
 
     def agreed(self, why: str) -> str:
         """Return the reason of the first rank that has one."""
@@ -123,6 +130,21 @@ class _Tries:
         self.called.latest = None, parameters
         with self.calls.within(None), substituted(given.modules, given.slots, parameters):
             return original_call(given.module, *given.args, **given.options)
+
+    def by_parts(
+        self, part: Part, way: Way, whole: _Try, given: Given, parameters: dict[nn.Parameter, torch.Tensor]
+    ) -> Any:
+        """Make the call by parts; where nobody knows how these make up the whole, find that."""
+        output, others = self.calls.by_parts(given, part, way.rows, parameters)
+        self.called.latest = part, others
+        part.lockstep.meet(part.doing)  # where another rank may say that it has failed
+        parts = tensors_in(output, objects=True)
+        norms = part.lockstep.gathered([*map(norm_of, parts)])
+        self.scales = [max(of_ranks) for of_ranks in zip(*norms, strict=False)]
+        wholes = [each for each in whole.output if isinstance(each, torch.Tensor)]
+        layouts = way.layouts or _laid_out(part, parts, wholes, self.scales)
+        self.way = Way(way.rows, layouts, part.inner)
+        return made_whole(output, part, layouts)[0]
 
     def made(self, call: Callable[[Given, dict[nn.Parameter, torch.Tensor]], Any]) -> _Try:
         """Make a try of copies of what the call is given, and note all that it does."""
@@ -177,35 +199,6 @@ class _Tries:
             made.why = "it leaves a tensor that requires a gradient elsewhere than in what it returns"
         made.kept = [each.detach().clone() for each in alive.values()]
         return made
-
-
-@dataclass
-class _ByParts:
-    """Makes a call by parts, and finds how these make up the whole.
-
-    Attributes:
-        way: How it is divided; without layouts, these are found.
-        scales: The largest norm of a rank's part of each tensor that it returns: they may add up to nearly 0.
-    """
-
-    tries: _Tries
-    part: Part
-    way: Way
-    whole: _Try
-    scales: list[float] = field(default_factory=list)
-
-    def __call__(self, given: Given, parameters: dict[nn.Parameter, torch.Tensor]) -> Any:
-        """Make it, as ``_Tries.whole``."""
-        output, others = self.tries.calls.by_parts(given, self.part, self.way.rows, parameters)
-        self.tries.called.latest = self.part, others
-        self.part.lockstep.meet(self.part.doing)  # where another rank may say that it has failed
-        parts = tensors_in(output, objects=True)
-        norms = self.part.lockstep.gathered([*map(norm_of, parts)])
-        self.scales = [max(of_ranks) for of_ranks in zip(*norms, strict=False)]
-        wholes = [each for each in self.whole.output if isinstance(each, torch.Tensor)]
-        layouts = self.way.layouts or _laid_out(self.part, parts, wholes, self.scales)
-        self.way = Way(self.way.rows, layouts, self.part.inner)
-        return made_whole(output, self.part, layouts)[0]
 
 
 def _laid_out(
