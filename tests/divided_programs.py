@@ -254,6 +254,104 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         found.append(sum(p.detach().square().sum() for p in model.parameters()))
         """,
     ),
+    "complex numbers": (
+        "divided",
+        """
+        model = nn.Linear(8, 3, dtype=torch.complex128)
+        fit(model, lambda a, b: (model(a.to(torch.complex128)).abs().square().mean() - b.double().mean()).square())
+        """,
+    ),
+    "many classes, of which a loss outside of the model reads each rank's rows": (
+        "divided",
+        """
+        model = nn.Linear(8, 20000)
+        weight = 1 + torch.arange(20000.0) % 3
+        aims = torch.randint(0, 20000, (53,))
+        aims[::5] = -100
+        chances = torch.rand(53, 20000).softmax(1)
+        losses = [
+            lambda out, aim, chance: F.cross_entropy(out, aim, weight),
+            lambda out, aim, chance: nn.CrossEntropyLoss(label_smoothing=0.1)(out, aim),
+            lambda out, aim, chance: F.cross_entropy(out, chance),
+            lambda out, aim, chance: F.cross_entropy(out, aim, reduction="sum") / 10,
+            lambda out, aim, chance: F.nll_loss(out.log_softmax(1), aim.clamp(min=0)),
+            lambda out, aim, chance: F.cross_entropy(out, aim) + (out.argmax(1) == aim).sum() + out.square().mean(),
+            lambda out, aim, chance: F.cross_entropy(out[:, :30], aim.clamp(0, 29)),
+        ]
+        for loss_of in losses:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for at in range(0, 53, 9):
+                loss = loss_of(model(x[at : at + 9]), aims[at : at + 9], chances[at : at + 9])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.detach())
+        found += [p.detach().square().sum() for p in model.parameters()]
+        """,
+    ),
+    "much that is returned, and read in every way": (
+        "divided",
+        """
+        import io, pickle
+
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, rows):
+                return rows * 2
+
+            @staticmethod
+            def backward(ctx, slopes):
+                return slopes * 2
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(8, 9000)
+
+            def forward(self, a):
+                return self.inner(a), {"more": self.inner(a).tanh() * 2}
+
+        def reloaded(out):
+            file = io.BytesIO()
+            torch.save(out.detach(), file)
+            file.seek(0)
+            return torch.load(file)
+
+        def changed(out):
+            out[:, 0] = 0
+            return out.mul_(2).mean()
+
+        model, after, cut = Net(), nn.Linear(9000, 2), torch.compile(lambda out: out.square().mean(), backend="eager")
+        reads = [
+            lambda out: Double.apply(out).mean(),
+            lambda out: after(out).square().mean(),
+            lambda out: out.mean() * float(out.detach().numpy().mean() + sum(out[0].tolist())),
+            lambda out: torch.cat([out, out]).mean() + out.data.sum() + len(pickle.dumps(out.data)),
+            lambda out: out.mean() + reloaded(out).sum() + out.cpu().detach().numpy().sum(),
+            lambda out: torch.autograd.grad([out], [model.inner.weight], [out], retain_graph=True)[0].sum() + out.sum(),
+            lambda out: (out.retain_grad(), out.sum().backward(retain_graph=True), out.grad.sum() + out.mean())[2],
+            lambda out: changed(out),
+            lambda out: cut(out),
+            lambda out: sum(row.mean() for row in out) / len(out),
+            lambda out: out.view(-1).square().mean() + torch.tensor(out.tolist()).sum() + len(repr(out)[:9]),
+        ]
+        for read in reads:
+            for a, b in batches():
+                out, more = model(a)
+                found.append(torch.tensor([*out.shape, len(more["more"])]))
+                loss = read(out) + 0.1 * read(more["more"])
+                model.zero_grad()
+                loss.backward()
+                with torch.no_grad():
+                    for p in (*model.parameters(), *after.parameters()):
+                        p -= 1e-3 * (0 if p.grad is None else p.grad)
+                found.append(loss.detach())
+            found.append(sum(p.detach().square().sum() for p in model.parameters()))
+        with torch.no_grad():
+            outs = [model(a)[0] for a, b in batches()]
+        found.append(torch.cat(outs).sum())
+        """,
+    ),
     "a model that averages its loss over a mask by itself": (
         "a mean by a number",
         """

@@ -31,8 +31,16 @@ def files_opened_by(open_file: Callable[..., Any]) -> Iterator[None]:
         stack.enter_context(patch.dict(openers._file_openers, {None: open_file}))
         # With open folders, rmtree would not call the present os.unlink.
         stack.enter_context(patch.object(shutil, "_use_fd_functions", False))
-        # Since Python 3.13, pathlib finds files by functions that glob took from os when glob was imported.
-        globber = getattr(glob, "_StringGlobber", None)
+        stack.enter_context(globbed_by_os())
+        yield
+
+
+@contextmanager
+def globbed_by_os() -> Iterator[None]:
+    """Let ``pathlib`` find files by what ``os`` has now, while entered."""
+    # Since Python 3.13, pathlib finds files by functions that glob took from os when glob was imported.
+    globber = getattr(glob, "_StringGlobber", None)
+    with ExitStack() as stack:
         for name in () if globber is None else ("lstat", "scandir"):
             stack.enter_context(patch.object(globber, name, staticmethod(getattr(os, name))))
         yield

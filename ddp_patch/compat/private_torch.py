@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, partialmethod
@@ -120,6 +120,20 @@ def tables_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], 
 def argument_names(operation: Any) -> list[str]:
     """Return the names of the arguments of an operation of torch, in their order."""
     return [each.name for each in operation._schema.arguments]
+
+
+_LATE = "Gathering rows when they are read"
+
+
+def tensor_without_numbers(kind: type[torch.Tensor], shape: Sequence[int], like: torch.Tensor) -> Any:
+    """Return a tensor of a class whose ``__torch_dispatch__`` knows its numbers."""
+    make = _private("torch.Tensor._make_wrapper_subclass", _LATE)
+    return make(kind, shape, dtype=like.dtype, device=like.device)
+
+
+def no_torch_function() -> Any:
+    """Return the ``__torch_function__`` of a class that has only ``__torch_dispatch__``."""
+    return _private("torch._C._disabled_torch_function_impl", _LATE)
 
 
 def is_within_transform() -> bool:

@@ -21,38 +21,39 @@ from torch.nn.utils.rnn import PackedSequence
 from ddp_patch.compat.private_torch import backward_in_progress, is_within_transform
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.hooks import script_line
-from ddp_patch.running.divided import (
-    Later,
-    Layout,
-    Part,
-    Slots,
-    cut,
-    gather,
-    scatter,
-    shared,
-    sizes_of,
-    slots_of,
-    substituted,
-    whole_batch,
-)
+from ddp_patch.running.divided import Layout, Part, Slots, gather, scatter, shared, slots_of, substituted
 from ddp_patch.running.loader_reports import is_off
 from ddp_patch.running.lockstep import GivenUp, Lockstep
 from ddp_patch.running.random_numbers import own_numbers
 from ddp_patch.running.trees import PLAIN, State, mapped, tensors_in
+from ddp_patch.running.whole_batch import whole_batch
 from ddp_patch.validation import counted
-
-__all__ = ["Called", "Calls", "Form", "Given", "original_call", "rows_of", "size_of"]
 
 original_call: Callable[..., Any] = nn.Module.__call__
 _MOST_ROWS = 4  # dimensions that are tried
 _CLOSE = 1e-4  # how far what ranks compute alike may be apart, as a part of the norm
-_NOTHING = object()
-_LARGE = 2**18  # bytes of a part of what a module returns beside its loss
 _is_traced: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # torch does not list it
 # What draws them gets other numbers than in one process.
 _DRAWN = "the same but for dropout (random numbers drawn within divided calls)"
 # So that what calls have returned is right.
 _HARMLESS = ("a part of it raises", "it raises", "it leaves")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How calls of one form are divided.
+
+    Attributes:
+        rows: In which dimension each tensor that is given has the rows; None for one that has none.
+        layouts: How the parts of each tensor that a call returns make up the whole.
+        inner: How often something within a call sees the whole batch, as batch normalisation does.
+        changes: Whether a call changes what modules hold.
+    """
+
+    rows: Sequence[int | None]
+    layouts: Sequence[Layout] = ()
+    inner: int = 0
+    changes: bool = False
 
 
 @dataclass(eq=False)
@@ -62,22 +63,20 @@ class Form:
     Attributes:
         calls: How many there were.
         right: Which one was the last that was the same by parts; 0 if none was compared.
-        rows: In which dimension each tensor that is given has the rows; None for one that has none.
-        layouts: How the parts of each tensor that a call returns make up the whole.
-        inner: How often something within a call sees the whole batch, as batch normalisation does.
-        changes: Whether a call changes what modules hold.
+        way: How they are divided; None if they are whole.
+        why_whole: Why they are whole; empty if they are not, or not yet compared.
+        divided: How many calls were divided.
         draws: Whether a divided call has drawn random numbers.
-        why_whole: Why its calls are whole; empty if they are not.
+        seconds: What the latest call that was compared took whole, and by parts.
     """
 
     calls: int = 0
-    inner: int = 0
-    changes: bool = False
-    draws: bool = False
     right: int = 0
-    rows: list[int | None] = field(default_factory=list)
-    layouts: list[Layout] = field(default_factory=list)
+    way: Way | None = None
     why_whole: str = ""
+    divided: int = 0
+    draws: bool = False
+    seconds: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(eq=False)
@@ -87,35 +86,38 @@ class Called:
     Attributes:
         name: Its class.
         place: Where it was called first.
-        forms: The forms of its calls.
-        divided: How many calls were divided.
         calls: How many calls there were.
+        forms: The forms of its calls.
         moving: The names of plain attributes that calls change.
         latest: The part of the latest call, and what stood for parameters in it; no part if it was whole.
-        seconds: What the latest call that was compared took whole, and by parts.
         reasons: Why calls were whole.
     """
 
     name: str
     place: str
-    forms: dict[Any, Form] = field(default_factory=dict)
-    divided: int = 0
     calls: int = 0
+    forms: dict[Any, Form] = field(default_factory=dict)
     moving: set[str] = field(default_factory=set)
     latest: tuple[Part | None, dict[nn.Parameter, torch.Tensor]] = (None, {})
-    seconds: tuple[float, float] = (0.0, 0.0)
     reasons: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def divided(self) -> int:
+        """How many calls were divided."""
+        return sum(form.divided for form in self.forms.values())
 
     def line(self, ranks: int) -> str:
         """What the summary says."""
-        how = f"{self.divided} divided over {counted(ranks, 'rank')}" if self.divided else "whole on every rank"
-        whole, parts = self.seconds
-        gain = f", {whole / parts:.1f} times as fast" if parts < whole else ", no gain" if parts else ""
-        gain += f", {_DRAWN}" if any(form.draws for form in self.forms.values()) else ""
-        reasons = [*self.reasons]
+        divided, forms, [*reasons] = self.divided, self.forms.values(), self.reasons
+        how = f"{divided} divided over {counted(ranks, 'rank')}" if divided else "whole on every rank"
+        whole, parts = next((form.seconds for form in forms if form.seconds[1]), (0.0, 0.0))
+        how += f", {whole / parts:.1f} times as fast" if parts < whole else ", no gain" if parts else ""
+        how += f", {_DRAWN}" if any(form.draws for form in forms) else ""
+        if not (reasons or divided):
+            reasons = ["too few calls, or too few rows"]
         others = f"; {counted(len(reasons) - 1, 'other reason')}" if reasons[1:] else ""
-        why = reasons[0] + others if reasons else ("" if self.divided else "too few calls, or too few rows")
-        return f"{self.place} {self.name}: {counted(self.calls, 'call')}, {how}{gain}" + (f" ({why})" if why else "")
+        why = f" ({reasons[0]}{others})" if reasons else ""
+        return f"{self.place} {self.name}: {counted(self.calls, 'call')}, {how}{why}"
 
 
 @dataclass
@@ -161,11 +163,9 @@ class Calls:
 
     def __init__(self, lockstep: Lockstep, begin: Callable[[], None], tell: Callable[[str], object]) -> None:
         self.lockstep: Lockstep = lockstep
-        self.tell: Callable[[str], object] = tell
         self.records: list[Called] = []
         self.gradients_are_own: bool = False  # a call with gradients was whole since the last step
-        self.error: str = ""  # what this rank's latest part has raised
-        self._begin = begin
+        self._begin, self._tell = begin, tell
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._part: Part | None = None
         self._depth = 0
@@ -215,7 +215,6 @@ class Calls:
         modules, slots = slots_of(module)
         if not slots:
             return original_call(module, *args, **options)
-        args, options = mapped((args, options), lambda each: each.made() if isinstance(each, Later) else each)
         self._begin()
         if self.lockstep.ranks == 1:
             return original_call(module, *args, **options)
@@ -232,7 +231,7 @@ class Calls:
         given = Given(module, args, options, modules, slots, tensors_in((args, options)))
         why = _why_whole(given)
         form = None if why or any(nn.parameter.is_lazy(each) for _, _, each in slots) else self._form_of(called, given)
-        if form is None or (is_in_backward and not form.right) or form.why_whole:
+        if form is None or (is_in_backward and form.way is None) or form.why_whole:
             return self._whole(called, given, why)
         form.calls += not is_in_backward
         if form.calls == 1:
@@ -244,7 +243,7 @@ class Calls:
         is_compared = form.calls % 64 == 0 or (form.calls < 64 and form.calls & (form.calls - 1) == 0)
         if is_compared and not is_in_backward:
             self._compare(called, form, given)
-        return self._divided(called, form, given) if form.right else self._whole(called, given)
+        return self._whole(called, given) if form.way is None else self._divided(called, form, form.way, given)
 
     def _form_of(self, called: Called, given: Given) -> Form | None:
         """Return what is known of a call's form; None if it is whole, because it has too few rows."""
@@ -258,19 +257,22 @@ class Calls:
             tuple(value for name, value in _plain(given.modules) if name not in called.moving),
         )
         form = called.forms.setdefault(key, Form())
-        if form.right:
-            return form if size_of(given.tensors, form.rows) >= self.lockstep.ranks else None
+        if form.way is not None:
+            return form if size_of(given.tensors, form.way.rows) >= self.lockstep.ranks else None
         return form if rows_of(given.tensors, self.lockstep.ranks) else None
 
     def _whole(self, called: Called, given: Given, why: str = "") -> Any:
         """Make a call whole."""
-        if why and why not in called.reasons:
-            called.reasons[why] = None
-            self.tell(f"{called.place} {called.name}: calls are whole on every rank, because {why}.")
+        if why:
+            self._say_why(called, why)
         called.latest = None, {}
         self.gradients_are_own = self.gradients_are_own or torch.is_grad_enabled()
         with self.within(None):
             return original_call(given.module, *given.args, **given.options)
+
+    def _say_why(self, called: Called, why: str) -> None:
+        called.reasons[why] = None
+        self._tell(f"{called.place} {called.name}: calls are whole on every rank, because {why}.")
 
     def _again(self, called: Called, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Make a call within a backward pass, which belongs to the latest call of the module that holds this one."""
@@ -279,30 +281,27 @@ class Calls:
         with self.within(part), substituted(modules, slots, others):
             return original_call(module, *args, **options)
 
-    def _divided(self, called: Called, form: Form, given: Given) -> Any:
+    def _divided(self, called: Called, form: Form, way: Way, given: Given) -> Any:
         """Make a call by parts; whole, if that fails on any rank."""
-        part = Part(self.lockstep, f"calls {called.name}", size_of(given.tensors, form.rows))
-        state = State(given.modules) if form.changes else None
+        part = Part(self.lockstep, f"calls {called.name}", size_of(given.tensors, way.rows))
+        state = State(given.modules) if way.changes else None
         has_drawn = False
-        with own_numbers(self.lockstep.rank, lambda: has_drawn) as are_drawn:
-            try:
-                output, others = self.by_parts(given, part, form.rows)
-                if part.inner != form.inner:
-                    self.error = "something that sees the whole batch is compiled, or not always computed"
-                    self._failed(part)
-                result, has_drawn = self.made_whole(output, part, form.layouts, are_drawn())
-            except GivenUp:
-                others, result = {}, _NOTHING
-        if result is _NOTHING:
+        try:
+            with own_numbers(self.lockstep.rank, lambda: has_drawn) as are_drawn:
+                output, others = self.by_parts(given, part, way.rows)
+                if part.inner != way.inner:
+                    _fail(part, "something that sees the whole batch is compiled, or not always computed")
+                result, has_drawn = made_whole(output, part, way.layouts, are_drawn())
+        except GivenUp as given_up:
             if state is not None:
                 state.put_back()
-            form.right, form.why_whole = 0, self.error or "a part of it raises an error on some rank"
+            form.way, form.why_whole = None, str(given_up)
             return self._whole(called, given, form.why_whole)
         called.latest = (part, others) if torch.is_grad_enabled() else called.latest
-        called.divided += 1
+        form.divided += 1
         if has_drawn and not form.draws:
             form.draws = True
-            self.tell(f"{called.place} {called.name}: calls are divided, {_DRAWN}.")
+            self._tell(f"{called.place} {called.name}: calls are divided, {_DRAWN}.")
         return result
 
     def by_parts(
@@ -326,7 +325,6 @@ class Calls:
         Raises:
             GivenUp: It raised an error on some rank.
         """
-        begin, end = part.bounds[part.lockstep.rank :][:2]
         tensors, is_derived = [*given.tensors], torch.is_grad_enabled()
         divided = [at for at, dim in enumerate(dims) if dim is not None and is_derived and tensors[at].requires_grad]
         common = [at for at, dim in enumerate(dims) if dim is None and is_derived and tensors[at].requires_grad]
@@ -338,7 +336,7 @@ class Calls:
         others = {each: other for (each, _), other in zip(trained, as_parts, strict=False)}
         for at, dim in enumerate(dims):
             if dim is not None and at not in divided:
-                tensors[at] = cut(tensors[at], layouts[at], begin, end, part.n).contiguous()
+                tensors[at] = part.cut(tensors[at], layouts[at]).contiguous()
         for at, tensor in zip((*divided, *common), (*scattered, *as_parts[len(trained) :]), strict=True):
             tensors[at] = tensor
         args, options = given.with_tensors(tensors)
@@ -349,44 +347,7 @@ class Calls:
         except Exception as error:
             if self._is_in_backward():  # as checkpointing ends what it has seen enough of
                 raise
-            self.error = f"a part of it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self._failed(part)
-
-    def _failed(self, part: Part) -> NoReturn:
-        self.lockstep.meet(part.doing, has_failed=True)
-        raise AssertionError  # a rank has failed
-
-    def made_whole(
-        self, output: Any, part: Part, layouts: Sequence[Layout], has_drawn: bool | None = None
-    ) -> tuple[Any, bool]:
-        """Make of what its parts return what a call returns.
-
-        Args:
-            output: What this rank's part returns.
-            part: Which rows these are.
-            layouts: How the parts of each tensor make up the whole.
-            has_drawn: Whether this rank has drawn random numbers. None: this is a try, of which nobody asks.
-
-        Returns:
-            What the call returns, and whether some rank has drawn random numbers.
-
-        Raises:
-            GivenUp: These have other shapes than they had, or some part raised an error.
-        """
-        parts = tensors_in(output, objects=True)
-        self.error = "its parts return something of another shape than before"
-        if len(parts) != len(layouts):
-            self._failed(part)
-        flag, rows = torch.tensor([bool(has_drawn)], dtype=torch.uint8), part.sizes[self.lockstep.rank]
-        flag = flag.to(parts[0].device) if parts else flag
-        late = [] if has_drawn is None else _late(parts, layouts)
-        part.late = tuple(size for at in late for size in sizes_of(parts[at], layouts[at], rows))
-        now = [at for at in range(len(parts)) if at not in late]
-        *wholes, drawn = gather(part, [*(layouts[at] for at in now), Layout("sum")], *(parts[at] for at in now), flag)
-        part.late = ()
-        found = dict(zip(now, wholes, strict=True)) | {at: Later.of(part, layouts[at], parts[at]) for at in late}
-        places = iter(range(len(parts)))
-        return mapped(output, lambda _: found[next(places)], objects=True), bool(drawn)
+            _fail(part, f"a part of it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     def _compare(self, called: Called, form: Form, given: Given) -> None:
         from ddp_patch.running.comparing import compared  # which imports this module
@@ -394,28 +355,57 @@ class Calls:
         doing = f"compares a call of {called.name}"
         names = [*given.parameters, *given.tensors]
         self.lockstep.require_alike(doing, [(f"tensor {at}", each) for at, each in enumerate(names)], _CLOSE)
-        self.error = ""
-        why = compared(self, called, form, given)
-        if why and form.right and not why.startswith(_HARMLESS):
-            raise RankMismatchError(
-                f"Call {form.calls} of {called.name}, first called at {called.place}, is not by parts what it is "
-                f"whole: {why}. Call {form.right} was the last one that was compared, and it was the same: what was "
-                "computed since then may be wrong. Make these calls within ddp_patch.unpatched(), where they are whole "
-                "on every rank; or run the script on one."
-            )
-        if why:
-            form.right, form.why_whole = 0, why
-            called.reasons[why] = None
-            self.tell(f"{called.place} {called.name}: calls are whole on every rank, because {why}.")
-        elif why is not None:
-            form.right = form.calls
+        found = compared(self, called, form, given)
+        if isinstance(found, Way):
+            form.way, form.right = found, form.calls
+        elif found is not None:
+            if form.way is not None and not found.startswith(_HARMLESS):
+                raise RankMismatchError(
+                    f"Call {form.calls} of {called.name}, first called at {called.place}, is not by parts what it is "
+                    f"whole: {found}. Call {form.right} was the last one that was compared, and it was the same: what "
+                    "was computed since then may be wrong. Make these calls within ddp_patch.unpatched(), where they "
+                    "are whole on every rank; or run the script on one."
+                )
+            form.way, form.why_whole = None, found
+            self._say_why(called, found)
 
 
-def _late(parts: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> list[int]:
-    """Return which outputs wait until somebody reads them: large ones of a module that returns its loss as well."""
-    has_loss = any(layout.kind == "mean" and not part.dim() for part, layout in zip(parts, layouts, strict=True))
-    pairs = enumerate(zip(parts, layouts, strict=True)) if has_loss else ()
-    return [at for at, (part, layout) in pairs if layout.kind == "rows" and part.nbytes > _LARGE]
+def _fail(part: Part, why: str) -> NoReturn:
+    """Say on all ranks that this one's part has failed.
+
+    Raises:
+        GivenUp: Always.
+    """
+    try:
+        part.lockstep.meet(part.doing, has_failed=True)
+    except GivenUp:
+        raise GivenUp(why) from None
+    raise AssertionError  # a rank has failed
+
+
+def made_whole(output: Any, part: Part, layouts: Sequence[Layout], has_drawn: bool | None = None) -> tuple[Any, bool]:
+    """Make of what its parts return what a call returns.
+
+    Args:
+        output: What this rank's part returns.
+        part: Which rows these are.
+        layouts: How the parts of each tensor make up the whole.
+        has_drawn: Whether this rank has drawn random numbers. None: this is a try, whose result nobody reads later.
+
+    Returns:
+        What the call returns, and whether some rank has drawn random numbers.
+
+    Raises:
+        GivenUp: These have other shapes than they had, or some part raised an error.
+    """
+    parts = tensors_in(output, objects=True)
+    if len(parts) != len(layouts):
+        _fail(part, "its parts return something of another shape than before")
+    flag = torch.tensor([bool(has_drawn)], dtype=torch.uint8, device=parts[0].device if parts else None)
+    late = [] if has_drawn is None else [at for at, each in enumerate(parts) if part.is_large(each, layouts[at])]
+    *wholes, drawn = gather(part, [*layouts, Layout("sum")], *parts, flag, late=late)
+    found = iter(wholes)
+    return mapped(output, lambda _: next(found), objects=True), bool(drawn)
 
 
 def rows_of(tensors: Sequence[torch.Tensor], ranks: int) -> list[list[int | None]]:

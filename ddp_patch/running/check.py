@@ -5,6 +5,7 @@ prints and writes otherwise by itself; and on several ranks. Each rank records w
 user's folders.
 """
 
+import json
 import math
 import os
 import re
@@ -14,10 +15,10 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 from zlib import crc32
 
@@ -30,12 +31,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_patch.compat.private_torch import items_changed
 from ddp_patch.orders.random_states import GlobalState
-from ddp_patch.running.launch import ALONE, made_equal
+from ddp_patch.running.launch import alone
 from ddp_patch.running.overlay import open_file
 from ddp_patch.running.random_numbers import Still, eager
+from ddp_patch.running.trees import fixed_weights
 from ddp_patch.validation import counted
-
-__all__ = ["RECORDING", "check", "recorded"]
 
 # The environment's name of the folder where the ranks of a run record what they do; its own name ends in the precision.
 RECORDING = "DDP_PATCH_RECORDING"
@@ -44,8 +44,9 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _CLOSE_TEXT = 1e-3  # of a number that is printed, and rounded for that
 _CLOSE = {True: 1e-8, False: 1e-3}  # how far apart steps may be, in double precision and in single
 _LAST_LINES = 12
-_MOST_NUMBERS = 2**14  # of each tensor; of larger ones, so many at equal distances, and the mean of all
-_save = torch.save
+
+# What a step of an optimizer did: two numbers for each parameter and for each gradient, by its name.
+_Step: TypeAlias = dict[str, list[float]]
 
 
 # ---- what each rank records ----
@@ -57,30 +58,24 @@ class _Recorder:
     Args:
         folder: Where it records.
         most: How many steps.
-
-    Attributes:
-        steps: What each step of an optimizer did: ``is_double`` (whether all parameters are of double precision),
-            ``gradients`` that the optimizer got, by the parameters' names, and ``parameters``: what it made of them.
     """
 
     def __init__(self, folder: Path, most: int) -> None:
-        self.steps: list[dict[str, Any]] = []
+        self.steps: list[_Step] = []
+        self.is_double: bool = True  # all parameters are
         self._folder, self._most = folder, most
         self._names: dict[torch.Tensor, str] = {}
         self._calls: list[Still] = []
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        parameters, names = [each for group in optimizer.param_groups for each in group["params"]], self._names
-        if not all(each in names for each in parameters):
-            new = (each for each in parameters if each not in names)
-            names |= {each: f"parameter {number}" for number, each in enumerate(new, len(names))}
-        self.steps.append(
-            {
-                "is_double": all(each.dtype == torch.float64 for each in parameters),
-                "gradients": {names[each]: _sample(each.grad) for each in parameters if each.grad is not None},
-                "parameters": {names[each]: _sample(each) for each in parameters},
-            }
-        )
+        step: _Step = {}
+        for each in (each for group in optimizer.param_groups for each in group["params"]):
+            name = self._names.setdefault(each, f"parameter {len(self._names)}")
+            self.is_double = self.is_double and each.dtype == torch.float64
+            step[name] = _told_by(each)
+            if each.grad is not None:
+                step[f"the gradient of {name}"] = _told_by(each.grad)
+        self.steps.append(step)
         if len(self.steps) >= self._most:
             sys.exit()
 
@@ -96,8 +91,9 @@ class _Recorder:
             self.off("dropout" if "dropout" in name or "bernoulli" in name else "noise")
 
     def before_forward(self, module: nn.Module, _args: Any) -> None:
-        if not all(each in self._names for each in module.parameters()):  # the outermost module is called first
-            self._names |= {each: name for name, each in module.named_parameters() if each not in self._names}
+        for name, each in module.named_parameters():  # the outermost module is called first
+            if isinstance(each, nn.Parameter):  # not what stands for one while calls are compared
+                self._names.setdefault(each, name)
         self._calls.append(Still(self.note).__enter__())  # type: ignore[no-untyped-call]  # torch leaves it unannotated
 
     def after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
@@ -147,25 +143,23 @@ def recorded(folder: Path, rank: int, steps: int) -> Iterator[None]:
         try:
             yield
         finally:
-            _save(recorder.steps, folder / f"rank-{rank}.pt")
+            with open_file(folder / f"rank-{rank}.json", "w") as file:
+                json.dump([recorder.is_double, recorder.steps], file)
 
 
 @torch.no_grad()
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return numbers of a tensor, which differ where it does."""
-    dense = tensor.to_dense() if tensor.is_sparse else tensor
-    flat = dense.detach().reshape(-1).to("cpu", torch.float64)
-    if len(flat) <= _MOST_NUMBERS:
-        return flat.clone()
-    return torch.cat([flat[:: -(-len(flat) // _MOST_NUMBERS)], flat.mean().view(1)])
+def _told_by(tensor: torch.Tensor) -> list[float]:
+    """Return numbers that differ where a tensor does: a norm, and a sum that weighs each number otherwise."""
+    flat = (tensor.to_dense() if tensor.is_sparse else tensor).to(torch.float64)
+    return [float(flat.norm()), float((flat * fixed_weights(flat)).sum())]
 
 
 def _double(item: Any) -> Any:
-    """Return an item with all its numbers in double precision."""
-    if isinstance(item, torch.Tensor):
-        return item.double() if item.is_floating_point() else item
+    """Return an item with its tensors and arrays in double precision."""
     if isinstance(item, np.ndarray):
         return item.astype(np.float64) if item.dtype.kind == "f" else item
+    if isinstance(item, torch.Tensor):
+        return item.double() if item.is_floating_point() else item
     if type(item) is dict:
         return {key: _double(each) for key, each in item.items()}
     return type(item)(map(_double, item)) if type(item) in {list, tuple} else item
@@ -182,15 +176,17 @@ class _Ran:
         code: The exit code.
         lines: What it printed, by the line's number.
         errors: The end of what it wrote to stderr.
-        steps: What each rank recorded of each step.
-        files: What the first rank wrote, by its path.
+        steps: What rank 0 recorded of each step.
+        is_double: Whether it trains in double precision.
+        files: What it wrote, by its path.
         off: What was switched off.
     """
 
     code: int
     lines: dict[int, str]
     errors: list[str]
-    steps: list[list[dict[str, Any]]]
+    steps: list[_Step]
+    is_double: bool
     files: dict[str, str]
     off: list[str]
 
@@ -203,9 +199,10 @@ def check(ranks: int, target: str, arguments: Sequence[str]) -> int:
         target: What the script is called.
         arguments: Those of ``ddp-patch run``.
     """
-    arguments = ["--seed", str(secrets.randbelow(2**31)), *arguments]  # of which the last one counts
     precision, found = "double", list[_Ran]()
     with tempfile.TemporaryDirectory(prefix="ddp_patch-") as folder:
+        # Of two seeds, the last one counts: the user's.
+        arguments = ["--seed", str(secrets.randbelow(2**31)), *arguments]
         while len(found) < 3:
             number, on = len(found) + 1, ranks if len(found) == 2 else 1
             sys.stderr.write(f"ddp_patch: checking {target}, run {number} of 3, in {precision} precision\n")
@@ -216,29 +213,29 @@ def check(ranks: int, target: str, arguments: Sequence[str]) -> int:
                 precision = "single"  # of which it may have numbers of its own
             else:
                 return _told([f"It fails on {counted(on, 'rank')}, by exit code {ran.code}:", *ran.errors], 1)
-    return _judged(ranks, *found)
+    return _judged(*found)
 
 
 def _ran(folder: Path, ranks: int, arguments: Sequence[str]) -> _Ran:
     """Run the script once."""
     folder.mkdir()
-    with made_equal(folder / "files"):  # so that a single rank needs no launcher
+    with alone(folder) if ranks == 1 else nullcontext():  # a single rank needs no launcher
         done = subprocess.run(  # noqa: S603 - this very command
             [sys.executable, "-m", "ddp_patch", "run", *arguments],
-            env={**os.environ, RECORDING: str(folder), **(ALONE if ranks == 1 else {})},
+            env={**os.environ, RECORDING: str(folder), "PYTHONHASHSEED": "0"},
             capture_output=True,
             text=True,
             errors="replace",
             check=False,
         )
-    recorded = [folder / f"rank-{rank}.pt" for rank in range(ranks)]
-    steps = [torch.load(each, weights_only=True) for each in recorded if each.exists()]
-    home = folder / "files" / "rank-0" / "files"
+    recorded = folder / "rank-0.json"
+    is_double, steps = json.loads(recorded.read_text()) if recorded.exists() else (True, [])
+    home = folder / "rank-0" / "files"
     paths = [path for path in sorted(home.rglob("*")) if path.is_file()]
-    found = {str(each): _text_of(path) for path in paths if _is_result(each := path.relative_to(home))}
+    files = {str(each): _text_of(path) for path in paths if _is_result(each := path.relative_to(home))}
     off = sorted(each.name.removeprefix("off ") for each in folder.glob("off *"))
     lines = dict(enumerate(done.stdout.splitlines()))
-    return _Ran(done.returncode, lines, done.stderr.splitlines()[-_LAST_LINES:], steps, found, off)
+    return _Ran(done.returncode, lines, done.stderr.splitlines()[-_LAST_LINES:], steps, is_double, files, off)
 
 
 def _is_result(path: Path) -> bool:
@@ -251,74 +248,50 @@ def _is_result(path: Path) -> bool:
     return not any(folder.startswith(".") for folder in whole.parts[:-1])
 
 
-def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran) -> int:
+def _judged(one: _Ran, again: _Ran, many: _Ran) -> int:
     """Print what was found, and return the exit code."""
-    if not one.steps or not one.steps[0]:
+    if not one.steps:
         return _told(["No optimizer of torch.optim made a step on several ranks as one, so nothing was compared."], 1)
-    double = all(step["is_double"] for step in one.steps[0])  # a script may ask for another one itself
-    differs_at, steps = _difference(one, many, _CLOSE[double])
+    close, precision = _CLOSE[one.is_double], "double" if one.is_double else "single"  # a script may ask for one itself
+    differs, steps = _difference(one.steps, many.steps, close)
     lines = _texts_apart(one.lines, again.lines, many.lines)
     files = _texts_apart(one.files, again.files, many.files)
-    off, precision = many.off, "double" if double else "single"
-    without = f"without {', '.join(off)}" if off else "steps"
     printed = f"differ, first {lines[0][1]!r} and {lines[0][2]!r}" if lines else f"the same, {len(one.lines)}"
     written = f"differ, first /{files[0][0]}" if files else f"the same, {len(one.files)}"
     rows = [
-        f"{without}: {steps}, in {precision} precision",
+        f"{'without ' + ', '.join(many.off) if many.off else 'steps'}: {steps}, in {precision} precision",
         f"printed lines: {printed}{'' if lines else ' in these steps'}",
         f"files: {written}{'' if files else ' in these steps'}",
     ]
-    why = _why_not(ranks, differs_at, one, many, lines, files)
-    within = "" if double else f", within {_CLOSE[double]:g} in single precision"
-    same = f"The same{' but for ' if off else ''}{', '.join(off)}{within}."
-    verdict = f"Not the same. {why}" if why else same
-    return _told([*rows, verdict], int(bool(why)))
-
-
-def _why_not(ranks: int, differs_at: int, one: _Ran, many: _Ran, lines: object, files: object) -> str:
-    """Return the likely reason why the ranks do not do the same, or nothing."""
-    of_one, of_many = one.steps[0], many.steps
-    if differs_at > min(len(of_one), len(of_many[0])):
-        made = counted(len(of_one), "step")
-        return f"One rank made {made}, and {ranks} ranks {len(of_many[0])}: they went different ways."
-    if differs_at:
-        return (
-            "Is a number drawn from what differs between the ranks (a clock, the process's number, a generator that "
-            "nobody has seeded), or a batch made of it?"
+    if differs or lines or files:
+        why = (
+            "Does a number follow from what differs between the ranks: a clock, the process's number, a generator that "
+            "nobody has seeded?"
         )
-    if lines:
-        return "What it prints differs."
-    return "It writes other files." if files else ""
+        return _told([*rows, f"Not the same. {why}"], 1)
+    within = "" if one.is_double else f", within {close:g} in single precision"
+    return _told([*rows, f"The same{' but for ' if many.off else ''}{', '.join(many.off)}{within}."], 0)
 
 
-def _difference(one: _Ran, many: _Ran, close: float) -> tuple[int, str]:
-    """Compare the parameters and gradients of two runs, as parts of the largest one.
-
-    Returns:
-        The step from which on they are further apart than is close, from 1, or 0 if there is none; and what was found.
-    """
-    first, largest, worst = 0, 0.0, "the number of steps"
-    for step, (a, b) in enumerate(zip(one.steps[0], many.steps[0], strict=False), 1):
-        for kind in ("gradients", "parameters"):
-            finite = (each[each.isfinite()] for each in a[kind].values())
-            scale = max([float(each.abs().max()) for each in finite if each.numel()], default=1.0) or 1.0
-            for name in sorted(a[kind].keys() | b[kind].keys()):
-                size = _size(a[kind].get(name), b[kind].get(name)) / scale
-                largest = max(largest, size)
-                if size > close and not first:
-                    first, worst = step, name
-    if not first and len(one.steps[0]) != len(many.steps[0]):
-        first = min(len(one.steps[0]), len(many.steps[0])) + 1
-    if not first:
-        return 0, f"the same in {counted(len(one.steps[0]), 'step')}; {largest:.1e} apart at most"
-    return first, f"differs from step {first} on, first in {worst}; by {largest:.1e} at most"
+def _difference(one: Sequence[_Step], many: Sequence[_Step], close: float) -> tuple[bool, str]:
+    """Return whether two runs differ, by numbers as parts of the largest one of their step; and what was found."""
+    largest = 0.0
+    for step, (a, b) in enumerate(zip(one, many, strict=False), 1):
+        scale = max((abs(x) for each in a.values() for x in each if math.isfinite(x)), default=0.0) or 1.0
+        for name in sorted(a.keys() | b.keys()):
+            far = max(map(_apart, a.get(name, [math.inf] * 2), b.get(name, [math.inf] * 2))) / scale
+            largest = max(largest, far)
+            if far > close:
+                return True, f"differs from step {step} on, first in {name}, by {far:.1e}"
+    if len(one) != len(many):
+        return True, f"one rank made {counted(len(one), 'step')}, and several {len(many)}"
+    return False, f"the same in {counted(len(one), 'step')}; {largest:.1e} apart at most"
 
 
-def _size(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """Return the largest difference of two tensors; infinity if one is missing, or holds no number elsewhere."""
-    if a is None or b is None or a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
-        return math.inf
-    return float((a - b)[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
+def _apart(x: float, y: float) -> float:
+    """Return how far two numbers are apart; infinity if only one is a number."""
+    same = x == y or (math.isnan(x) and math.isnan(y))
+    return 0.0 if same else abs(x - y) if math.isfinite(x - y) else math.inf
 
 
 def _texts_apart(one: Any, again: Any, many: Any) -> list[tuple[Any, str | None, str | None]]:

@@ -37,16 +37,9 @@ from ddp_patch.running.loader_reports import EachRank, Patterns, logger
 from ddp_patch.running.lockstep import seed_all
 from ddp_patch.running.one_process import OneProcess
 from ddp_patch.running.overlay import shadowed
-from ddp_patch.validation import shown
-
-__all__ = ["DESCRIPTION", "run"]
-
 
 DESCRIPTION = "Run a script on several ranks, unedited: as one process trains, or each loader patched at its first use."
-# What --seed says, too.
-_SEED = "DDP_PATCH_SEED"
 _EPILOG = "ddp-patch run -n 8 train.py --epochs 3 starts 8 ranks on this machine."
-_OF_ONE = ("keep_shadows",)  # options for ranks that train as one process
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -58,17 +51,13 @@ def run(arguments: Sequence[str]) -> None:
     parser = _parser()
     given = parser.parse_args(arguments)
     starts = not is_started() and (given.nproc_per_node is not None or given.check or _wants_ranks(given))
-    is_one = (given.mode or ("one" if starts or is_started() else "ranks")) == "one" and not given.dry_run
+    is_one = (given.mode or ("one" if starts or is_started() else "ranks")) == "one"
     wrong = [*_mistakes(given, starts=starts, is_one=is_one)]
     try:
         options = Options(seed=given.seed)
         only, excepted = Patterns("--only", given.only), Patterns("--except", given.excepted)
-        if given.keep_shadows is not None and not wrong:
-            given.keep_shadows.mkdir(mode=0o700, parents=True, exist_ok=True)  # for its owner alone
     except InvalidOptionError as error:
         wrong.append(str(error))
-    except OSError as error:
-        wrong.append(f"--keep-shadows: {error}. Pass the path of a folder.")
     if wrong:
         parser.error(wrong[0])
     recording = Path(os.environ[RECORDING]) if RECORDING in os.environ else None
@@ -76,15 +65,14 @@ def run(arguments: Sequence[str]) -> None:
         sys.exit(check(int(given.nproc_per_node), given.training_script, arguments))
     with ExitStack() as stack:
         if starts:
-            kept = given.keep_shadows if recording is None else recording / "files"
-            stack.enter_context(_started(given, arguments, kept, is_one=is_one))
+            stack.enter_context(_started(given, arguments, recording, is_one=is_one))
         rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
         told_last: list[str] = []
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
-        session: EachRank | OneProcess = EachRank({}, options, only, excepted, dry_run=given.dry_run)
+        session: EachRank | OneProcess = EachRank({}, options, only, excepted)
         if is_one:
-            show = stack.enter_context(rank_zero_speaks(rank, given.keep_shadows))
-            session = OneProcess(options, only, excepted, on_error=show)
+            show = stack.enter_context(rank_zero_speaks(rank))
+            session = OneProcess(options, on_error=show)
             _begin(given, recording, stack)
         _tell_on_stderr(stack)
         if rank == 0 and is_one and ranks > 1 and recording is None:
@@ -100,11 +88,11 @@ def run(arguments: Sequence[str]) -> None:
 
 def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Iterator[str]:
     """Yield what is wrong with options together, before anything starts."""
-    script, ranks, launched, tasks = given.training_script, given.nproc_per_node, told("WORLD_SIZE", "1"), "1"
+    launched, tasks = told("WORLD_SIZE", "1"), "1"
     if not is_rank():
         launched, tasks = "1", os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if not given.module and not Path(script).exists():
-        yield f"there is no {script}. Pass a script's path, or -m and a module's name."
+    if not given.module and not Path(given.training_script).exists():
+        yield f"there is no {given.training_script}. Pass a script's path, or -m and a module's name."
     if tasks != "1":
         yield (
             f"srun has started {tasks} tasks, which do not know of each other: let it start torchrun on each node, as "
@@ -112,29 +100,28 @@ def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Itera
         )
     if starts and launched != "1":
         yield (
-            f"-n {ranks}: a launcher has started this process as rank {told('RANK')} of {launched}. Leave -n out, to "
-            "be that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone."
+            f"-n {given.nproc_per_node}: a launcher has started this process as rank {told('RANK')} of {launched}. "
+            "Leave -n out, to be that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone."
         )
     elif not (is_started() or given.mode) and launched != "1":
         yield (
             f"a launcher has started {launched} ranks. Pass --mode one for a script that trains in one process, or "
             "--mode ranks for one that makes a process group: then each rank trains on its shard of each loader."
         )
-    is_several = (ranks or "").isdecimal() and int(ranks) > 1
+    is_several = (given.nproc_per_node or "").isdecimal() and int(given.nproc_per_node) > 1
     if given.check and not (is_several and is_one and given.nnodes in ONE_NODE):
         yield "--check: pass the number of ranks to compare with one, as -n 4; for --mode one alone, on this machine."
-    unused = [f"--{name.replace('_', '-')}" for name in _OF_ONE if getattr(given, name) and not is_one]
-    if unused:
-        yield f"{', '.join(unused)}: only where ranks train as one process, which -n or --mode one asks for."
+    if is_one and (given.only or given.excepted):
+        yield "--only and --except choose loaders to be sharded, and as one process none is. Pass --mode ranks, too."
 
 
 def _started(
-    given: argparse.Namespace, arguments: Sequence[str], kept: Path | None, *, is_one: bool
+    given: argparse.Namespace, arguments: Sequence[str], recording: Path | None, *, is_one: bool
 ) -> AbstractContextManager[None]:
     """Start ranks, and exit with their code; a single one may be this process, where Python hashes as in the others."""
     if is_one and given.nproc_per_node == "1" and hashes_alike() and not _wants_ranks(given):
-        return alone()
-    with made_equal(kept):
+        return alone(recording)
+    with made_equal(recording):
         sys.exit(started(given, arguments))
 
 
@@ -149,17 +136,17 @@ def _wants_ranks(given: argparse.Namespace) -> bool:
 
 def _begin(given: argparse.Namespace, recording: Path | None, stack: ExitStack) -> None:
     """Let ranks that train as one process start alike, and the others write elsewhere, until the stack closes."""
-    rank = int(told("RANK", "0"))
+    rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
     hide()
     if is_started():
         end_with_launcher()
-        folder, kept = shadows(), given.keep_shadows is not None or recording is not None
-        if told("WORLD_SIZE") != "1" or recording is not None:
+        if ranks > 1 or recording is not None:
             world = ExitStack()
-            world.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))
+            is_kept = recording is not None
+            world.enter_context(shadowed(rank, shadows(), keep=is_kept, writes=not is_kept))
             atexit.register(world.close)  # after what the script has registered, which writes, too
-        if (ranks := int(told("WORLD_SIZE"))) > 1:
-            stack.enter_context(alike(store_of_ranks(), rank, ranks, Options().timeout))
+        if ranks > 1:
+            stack.enter_context(alike(store_of_ranks(), rank, Options().timeout))
     seed_all(drawn_seed() if given.seed is None else given.seed)
     if recording is not None:
         stack.enter_context(recorded(recording, rank, given.steps))
@@ -182,14 +169,6 @@ def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[
         return runpy.run_path(target, run_name="__main__")
 
 
-def _seed(text: str) -> int:
-    if text.isascii() and text.isdecimal() and len(text) < 20:
-        return int(text)
-    raise argparse.ArgumentTypeError(
-        f"{shown(text)} is no whole number of at most 19 digits. Correct it, or unset {_SEED}."
-    )
-
-
 def _parser() -> argparse.ArgumentParser:
     """Return torchrun's parser with more options: what starts ranks is torchrun's own."""
     from torch.distributed.run import get_args_parser
@@ -197,47 +176,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ddp-patch run",
         usage="ddp-patch run [options] [torchrun's options] [-m] training_script ...",
-        description=f"{DESCRIPTION} Its own options come first, then torchrun's.",
+        description=f"{DESCRIPTION} Its own options come last, after torchrun's.",
         epilog=_EPILOG,
-        parents=[_own_options(), get_args_parser()],
+        parents=[get_args_parser()],
         add_help=False,  # torchrun's parser has it
         allow_abbrev=False,
     )
+    add: Callable[..., Any] = parser.add_argument
+    add("-n", dest="nproc_per_node", metavar="N", help="Start so many ranks on this machine: --nproc-per-node.")
+    add("--check", action="store_true", help="Compare the script's first steps on one rank and on N; exit with 0 or 1.")
+    add("--steps", type=int, default=20, metavar="INT", help="How many steps to check (20).")
+    modes = "Train as one process, the default with -n; or each rank on its shard, of a script that makes a group."
+    add("--mode", choices=["one", "ranks"], help=modes)
+    place: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
+    add("--only", **place, help="With --mode ranks: patch only loaders that are made there; may be repeated.")
+    add("--except", dest="excepted", **place, help="With --mode ranks: do not patch these; may be repeated.")
+    seeds = "What orders follow from; as one process, all random numbers. Else DDP_PATCH_SEED."
+    add("--seed", type=int, default=os.environ.get("DDP_PATCH_SEED"), metavar="INT", help=seeds)
     parser.set_defaults(nproc_per_node=None)
     return parser
-
-
-def _own_options() -> argparse.ArgumentParser:
-    """Return a parser of the options that torchrun does not have."""
-    ours = argparse.ArgumentParser(add_help=False)
-    add: Callable[..., Any] = ours.add_argument
-    add("-n", dest="nproc_per_node", metavar="N", help="Start so many ranks on this machine: --nproc-per-node.")
-    add(
-        "--check",
-        action="store_true",
-        help="Run the script's first steps on one rank and on N, say whether they are the same, and exit with 0 or 1.",
-    )
-    add("--steps", type=int, default=20, metavar="INT", help="How many steps to check (20).")
-    add(
-        "--mode",
-        choices=["one", "ranks"],
-        help="Train as one process (one), the default with -n; or each rank on its shard (ranks), of a script that "
-        "makes a process group.",
-    )
-    place: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
-    add("--only", **place, help="Patch only loaders that are made there; may be repeated.")
-    add("--except", dest="excepted", **place, help="Do not patch loaders made there; may be repeated.")
-    add("--dry-run", action="store_true", help="Patch nothing; only report what would be done.")
-    seed = os.environ.get(_SEED)
-    text = "What orders follow from; as one process, all numbers. Else DDP_PATCH_SEED."
-    add("--seed", type=_seed, default=seed, metavar="INT", help=text)
-    add(
-        "--keep-shadows",
-        type=Path,
-        metavar="FOLDER",
-        help="As one process: keep there what ranks other than 0 print and write.",
-    )
-    return ours
 
 
 def _tell_on_stderr(stack: ExitStack) -> None:

@@ -6,9 +6,10 @@ Both are tries, with random numbers held still: what they change is put back, an
 import gc
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -17,13 +18,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ddp_patch.orders.random_states import GlobalState, generator_states, set_generator_states
-from ddp_patch.running.calls import Called, Calls, Form, Given, original_call, rows_of, size_of
-from ddp_patch.running.divided import Layout, Part, cut, layouts_of, substituted
+from ddp_patch.running.calls import Called, Calls, Form, Given, Way, made_whole, original_call, rows_of, size_of
+from ddp_patch.running.divided import Layout, Part, layouts_of, substituted
 from ddp_patch.running.lockstep import GivenUp, apart, norm_of
 from ddp_patch.running.random_numbers import Still, eager
-from ddp_patch.running.trees import PLAIN, State, leaves_of, tensors_in
-
-__all__ = ["compared"]
+from ddp_patch.running.trees import PLAIN, State, fixed_weights, leaves_of, tensors_in
 
 aten: Any = torch.ops.aten
 # How far apart a call may be by parts, as a part of the norm; gradients ten times as far.
@@ -45,8 +44,6 @@ class _Try:
         left: What modules and generators have afterwards, by name.
         kept: Tensors that are held elsewhere afterwards.
         counts: Whether it took a mean by a number that it has computed.
-        inner: How often something within it saw the whole batch.
-        scales: The largest norm of a rank's part of each tensor that it returns: they may add up to nearly 0.
         seconds: How long it took.
         why: Why this call cannot be divided.
     """
@@ -56,17 +53,15 @@ class _Try:
     left: dict[str, Any] = field(default_factory=dict)
     kept: list[torch.Tensor] = field(default_factory=list)
     counts: bool = False
-    inner: int = 0
-    scales: list[float] = field(default_factory=list)
     seconds: float = 0.0
     why: str = ""
 
 
-def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | None:
-    """Compare a call, and note in its form how it is divided.
+def compared(calls: Calls, called: Called, form: Form, given: Given) -> Way | str | None:
+    """Compare a call.
 
     Returns:
-        Why it is not the same by parts; nothing if it is; None if this call does not show it.
+        How it is divided; why it is not the same by parts; None if this call does not show it.
     """
     reasons, before = list[str](), called.latest
     tries = _Tries(calls, called, given, State(given.modules), GlobalState.capture().copied())
@@ -75,27 +70,26 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
     of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     try:
         held = generator_states(given.modules)
-        whole = tries.made(None, form)
+        whole = tries.made(tries.whole)
         if generator_states(given.modules) != held:
             set_generator_states(given.modules, held)
             whole.why = whole.why or "it draws from a generator that it holds"
         if why := tries.agreed(whole.why):
             return why
-        for rows in [form.rows] if form.right else rows_of(given.tensors, calls.lockstep.ranks):
+        known = form.way
+        for rows in rows_of(given.tensors, calls.lockstep.ranks) if known is None else [known.rows]:
             part = Part(calls.lockstep, f"calls {called.name}", size_of(given.tensors, rows))
-            tried = replace(form, rows=rows)
-            parts = tries.made(part, tried, whole)
-            counts = whole.counts and any(each.kind == "mean" for each in tried.layouts)
-            why = "it returns a mean by a number that it has computed" if counts else _difference(whole, parts)
-            if not (why or form.right) and not _are_alike(whole.kept, parts.kept):
+            parts = tries.made(partial(tries.by_parts, part, known or Way(rows), whole))
+            counts = whole.counts and any(each.kind == "mean" for each in tries.way.layouts)
+            why = "it returns a mean by a number that it has computed" if counts else ""
+            why = parts.why or why or _difference(whole, parts, tries.scales)
+            if not (why or known or _are_alike(whole.kept, parts.kept)):
                 why = "it leaves a tensor elsewhere than in what it returns"
-            reasons.append(tries.agreed(parts.why or why))
+            reasons.append(tries.agreed(why))
             if not reasons[-1]:
-                form.rows, form.layouts, form.inner = tried.rows, tried.layouts, parts.inner
                 tries.state.put_back()
-                form.changes = not _are_alike(tries.state.now(), whole.left)
-                called.seconds = (whole.seconds, parts.seconds) if form.right else (0.0, 0.0)
-                return ""
+                form.seconds = (0.0, 0.0) if known is None else (whole.seconds, parts.seconds)
+                return replace(tries.way, changes=not _are_alike(tries.state.now(), whole.left))
         return None if _UNDECIDED in reasons else reasons[0]
     finally:
         tries.state.put_back()
@@ -110,20 +104,48 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str | No
 
 @dataclass
 class _Tries:
-    """Makes tries of one call."""
+    """Makes tries of one call.
+
+    Attributes:
+        way: How the latest one by parts was divided.
+        scales: The largest norm of a rank's part of each tensor that it returned: they may add up to nearly 0.
+    """
 
     calls: Calls
     called: Called
     given: Given
-    state: "State"
+    state: State
     numbers: GlobalState
+    way: Way = field(default_factory=lambda: Way(()))
+    scales: Sequence[float] = ()
 
     def agreed(self, why: str) -> str:
         """Return the reason of the first rank that has one."""
         return next(filter(None, self.calls.lockstep.gathered(why)), "")
 
-    def made(self, part: Part | None, form: Form, whole: _Try | None = None) -> _Try:
-        """Make one: whole, or by parts, and then note in the form how these make up the whole."""
+    def whole(self, given: Given, parameters: dict[nn.Parameter, torch.Tensor]) -> Any:
+        """Make the call whole."""
+        self.called.latest = None, parameters
+        with self.calls.within(None), substituted(given.modules, given.slots, parameters):
+            return original_call(given.module, *given.args, **given.options)
+
+    def by_parts(
+        self, part: Part, way: Way, whole: _Try, given: Given, parameters: dict[nn.Parameter, torch.Tensor]
+    ) -> Any:
+        """Make the call by parts; where nobody knows how these make up the whole, find that."""
+        output, others = self.calls.by_parts(given, part, way.rows, parameters)
+        self.called.latest = part, others
+        part.lockstep.meet(part.doing)  # where another rank may say that it has failed
+        parts = tensors_in(output, objects=True)
+        norms = part.lockstep.gathered([*map(norm_of, parts)])
+        self.scales = [max(of_ranks) for of_ranks in zip(*norms, strict=False)]
+        wholes = [each for each in whole.output if isinstance(each, torch.Tensor)]
+        layouts = way.layouts or _laid_out(part, parts, wholes, self.scales)
+        self.way = Way(way.rows, layouts, part.inner)
+        return made_whole(output, part, layouts)[0]
+
+    def made(self, call: Callable[[Given, dict[nn.Parameter, torch.Tensor]], Any]) -> _Try:
+        """Make a try of copies of what the call is given, and note all that it does."""
         self.state.put_back()
         self.numbers.install()
         torch.default_generator.manual_seed(0)
@@ -145,10 +167,11 @@ class _Tries:
         # The hooks around the call see no tries, and compiled code would draw numbers that nobody holds still.
         with redirect_stdout(printed), Still(note), saved_tensors_hooks(_as_it_is, _as_it_is), eager():
             try:
-                output = self._called(part, form, given, parameters, made, whole)
-                made.why = made.why or _derived(output, [*parameters.values(), *tensors], is_whole=part is None)
-            except GivenUp:
-                made.why = self.calls.error or "a part of it raises an error on another rank"
+                output = call(given, parameters)
+                own = [*parameters.values(), *tensors]
+                made.why = made.why or _derived(output, own, is_whole=self.called.latest[0] is None)
+            except GivenUp as given_up:
+                made.why = str(given_up)
             except Exception as error:  # noqa: BLE001 - the call itself will raise it
                 made.why = f"it raises {type(error).__name__}"
         if made.why:
@@ -158,9 +181,7 @@ class _Tries:
         made.gradients = {f"the gradient of {names[each]}": other.grad for each, other in parameters.items()}
         made.gradients |= {f"the gradient of argument {at}": each.grad for at, each in enumerate(tensors)}
         made.left = {**self.state.now(), "the state of random numbers": GlobalState.capture().values()[1:]}
-        pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [
-            (names[each], each, other) for each, other in parameters.items()
-        ]
+        pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [(names[a], a, b) for a, b in parameters.items()]
         pairs += [(f"argument {at}", a, b) for at, (a, b) in enumerate(zip(self.given.tensors, tensors, strict=True))]
         if changed := [name for name, a, b in pairs if apart(a, b)]:
             made.why = f"it changes {changed[0]}"
@@ -169,69 +190,60 @@ class _Tries:
         self.called.latest = None, {}
         torch.clear_autocast_cache()
         del output, args, options, given
-        grads = [each.grad for each in (*parameters.values(), *tensors)]
-        known = {*map(id, (*self.state.tensors, *parameters.values(), *tensors, *grads))}
+        grads = [each.grad for each in own]
+        known = {*map(id, (*self.state.tensors, *own, *grads))}
         alive = {id(each): each for each in (one() for one in refs) if each is not None and id(each) not in known}
-        made.kept = [*alive.values()]
-        if any(each.requires_grad for each in made.kept):
+        if any(each.requires_grad for each in alive.values()):
             made.why = "it leaves a tensor that requires a gradient elsewhere than in what it returns"
-        made.kept = [each.detach().clone() for each in made.kept]
+        made.kept = [each.detach().clone() for each in alive.values()]
         return made
 
-    def _called(
-        self, part: Part | None, form: Form, given: Given, parameters: Any, made: _Try, whole: _Try | None
-    ) -> Any:
-        """Return what the call returns."""
-        calls = self.calls
-        if part is None or whole is None:
-            self.called.latest = None, parameters
-            with calls.within(None), substituted(given.modules, given.slots, parameters):
-                return original_call(given.module, *given.args, **given.options)
-        output, others = calls.by_parts(given, part, form.rows, parameters)
-        made.inner = part.inner
-        self.called.latest = part, others
-        part.lockstep.meet(part.doing)  # where another rank may say that it has failed
-        parts = tensors_in(output, objects=True)
-        norms = part.lockstep.gathered([*map(norm_of, parts)])
-        made.scales = [max(of_ranks) for of_ranks in zip(*norms, strict=False)]
-        if not form.right:
-            made.why = _laid_out(part, form, parts, whole, made.scales)
-        return output if made.why else calls.made_whole(output, part, form.layouts)[0]
 
+def _laid_out(
+    part: Part, parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], scales: Sequence[float]
+) -> list[Layout]:
+    """Find how the parts make up the wholes. All ranks find the same.
 
-def _laid_out(part: Part, form: Form, parts: Sequence[torch.Tensor], whole: _Try, scales: Sequence[float]) -> str:
-    """Find how the parts make up the whole; return why they do not, if so. All ranks find the same."""
-    begin, end = part.bounds[part.lockstep.rank :][:2]
-    wholes = [each for each in whole.output if isinstance(each, torch.Tensor)]
+    Raises:
+        GivenUp: They do not.
+    """
     of_ranks = part.lockstep.gathered([[*each.shape] for each in parts])
     if any(len(shapes) != len(wholes) for shapes in of_ranks):
-        return "it returns another number of tensors"
-    form.layouts = []
+        raise GivenUp("it returns another number of tensors")
+    found = list[Layout]()
     for at, (a, b) in enumerate(zip(wholes, parts, strict=True)):
-        layouts = [
+        ways = [
             layouts_of(a.shape, shapes[at], part.n, size) for shapes, size in zip(of_ranks, part.sizes, strict=True)
         ]
-        found, b = list[tuple[float, Layout]](), b.detach()
-        for layout in layouts[part.lockstep.rank]:
-            if layout.kind == "rows":
-                far = apart(cut(a, layout, begin, end, part.n), b)
-            elif layout.kind == "alike":
-                far = apart(a, b)
-            else:
-                weight = (end - begin) / part.n if layout.kind == "mean" else 1.0
-                (total,) = part.lockstep.sum(part.doing, [b.to(torch.float64) * weight]) or [b]
-                far = apart(a.to(torch.float64), total, scales[at])
-            far = max(part.lockstep.gathered(far))
-            found.append((far, layout))
-            if far <= _close(a):
+        tried = list[tuple[float, Layout]]()
+        for layout in ways[part.lockstep.rank]:
+            tried.append((_far(part, layout, a, b.detach(), scales[at]), layout))
+            if tried[-1][0] <= _close(a):
                 break
-        far, layout = min(found, key=lambda each: each[0], default=(float("inf"), Layout("alike")))
+        far, layout = min(tried, key=lambda each: each[0], default=(float("inf"), Layout("alike")))
         if far > _close(a):
-            return f"what it returns differs by {far:.1e} of its norm in tensor {at}, of shape {tuple(a.shape)}"
+            raise GivenUp(_differs(far, at, a))
         if layout.kind == "alike" and a.numel() == 1 and not a.any():
-            return _UNDECIDED
-        form.layouts.append(layout)
-    return ""
+            raise GivenUp(_UNDECIDED)
+        found.append(layout)
+    return found
+
+
+def _far(part: Part, layout: Layout, whole: torch.Tensor, own: torch.Tensor, scale: float) -> float:
+    """Return how far from a whole tensor is what the parts make up."""
+    if layout.kind == "rows":
+        far = apart(part.cut(whole, layout), own)
+    elif layout.kind == "alike":
+        far = apart(whole, own)
+    else:
+        weight = part.sizes[part.lockstep.rank] / part.n if layout.kind == "mean" else 1.0
+        (total,) = part.lockstep.sum(part.doing, [own.to(torch.float64) * weight]) or [own]
+        far = apart(whole.to(torch.float64), total, scale)
+    return float(max(part.lockstep.gathered(far)))
+
+
+def _differs(far: float, at: int, whole: torch.Tensor) -> str:
+    return f"what it returns differs by {far:.1e} of its norm in tensor {at}, of shape {tuple(whole.shape)}"
 
 
 def _derived(output: Any, own: Sequence[torch.Tensor], *, is_whole: bool) -> str:
@@ -243,7 +255,7 @@ def _derived(output: Any, own: Sequence[torch.Tensor], *, is_whole: bool) -> str
     if is_whole and not {id(leaf) for leaf in _graph_leaves(roots)} <= {*map(id, own)}:
         return "it reads a tensor that requires a gradient and is neither an argument nor a parameter of it"
     if roots:
-        torch.autograd.backward(roots, [*map(_weights, roots)])
+        torch.autograd.backward(roots, [*map(fixed_weights, roots)])
     sparse = [each for each in own if each.grad is not None and each.grad.layout != torch.strided]
     return "its gradient is sparse" if sparse else ""
 
@@ -259,12 +271,6 @@ def _graph_leaves(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         inner = {each for each, _ in node.next_functions if each is not None} - seen
         seen |= inner
         todo += inner
-
-
-def _weights(root: torch.Tensor) -> torch.Tensor:
-    """Return a number for each of a tensor's, the same on every rank and each time."""
-    places = torch.arange(root.numel(), dtype=torch.float64, device=root.device)
-    return (1 + 0.5 * (0.7 * places).sin()).view(root.shape).to(root.dtype)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -287,7 +293,7 @@ def _rounding(grad: torch.Tensor) -> float:
     return _ROUNDINGS * torch.finfo(grad.dtype).eps if is_exact else _ROUNDING_HALF
 
 
-def _difference(whole: _Try, parts: _Try) -> str:
+def _difference(whole: _Try, parts: _Try, scales: Sequence[float]) -> str:
     """Return what of a call by parts is not what it is of a whole one."""
     if len(whole.output) != len(parts.output) or any(
         a != b for a, b in zip(whole.output, parts.output, strict=True) if not isinstance(a, torch.Tensor)
@@ -295,8 +301,8 @@ def _difference(whole: _Try, parts: _Try) -> str:
         return "it returns something else"
     pairs = [(a, b) for a, b in zip(whole.output, parts.output, strict=True) if isinstance(a, torch.Tensor)]
     for at, (a, b) in enumerate(pairs):
-        if (far := apart(a, b, parts.scales[at])) > _close(a):
-            return f"what it returns differs by {far:.1e} of its norm in tensor {at}, of shape {tuple(a.shape)}"
+        if (far := apart(a, b, scales[at])) > _close(a):
+            return _differs(far, at, a)
     norms = [norm_of(each) for each in whole.gradients.values() if each is not None]
     norm = sum(each**2 for each in norms) ** 0.5
     for name, grad in whole.gradients.items():

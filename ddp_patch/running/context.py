@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Unpack
 from unittest.mock import patch
@@ -25,8 +25,6 @@ from ddp_patch.running.loader_reports import EachRank, Patterns, Summary, is_off
 from ddp_patch.running.one_process import OneProcess
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.wrappers import split_options
-
-__all__ = ["autopatch", "running"]
 
 
 def _frameworks_found(used: Callable[[DataLoader[Any], Use], object], stack: ExitStack) -> Callable[[object], None]:
@@ -102,10 +100,9 @@ def autopatch(
     stays so. All ranks have to use it, at the same point of the script. Nothing is printed; on rank 0, the logger
     ``ddp_patch.autopatch`` reports each loader at INFO.
 
-    With ``as_one_process=True``, the ranks train the model that one process trains, as ``ddp-patch run -n`` does: each
-    batch is divided over the ranks, gradients are averaged where ``backward()`` ends, and a loader that is iterated
-    under ``torch.no_grad()`` is whole on every rank. Make models and optimizers inside, with the same random seeds on
-    every rank.
+    With ``as_one_process=True``, the ranks train the model that one process trains, as ``ddp-patch run -n`` does: every
+    rank has whole batches, and calls of models are divided. Make models and optimizers inside, with the same random
+    seeds on every rank.
 
     Args:
         only: Patch only loaders that were made at lines that match, such as ``"train.py:41"`` or ``"data/*.py"``.
@@ -131,14 +128,15 @@ def autopatch(
         ...     [batch.tolist() for batch in loader]
         [[1, 3], [5, 7], [9]]
     """
-    if as_one_process and (given := _DECIDED & options.keys()):
+    chosen_by_line = {name for name, lines in (("only", only), ("excepted", excepted)) if lines}
+    if as_one_process and (given := (_DECIDED & options.keys()) | chosen_by_line):
         raise InvalidOptionError(
             f"autopatch was given as_one_process=True and {', '.join(sorted(given))}: as one process, all ranks of the "
-            "launcher divide each batch, and nothing is left out. Leave these options out, or as_one_process."
+            "launcher have whole batches, and no loader is sharded. Leave these options out, or as_one_process."
         )
     where, chosen = split_options("autopatch", options, PatchOptions)
     shards, chosen_lines = Options(**chosen), (Patterns("only", only), Patterns("excepted", excepted))
-    session = OneProcess(shards, *chosen_lines) if as_one_process else EachRank(where, shards, *chosen_lines)
+    session = OneProcess(shards) if as_one_process else EachRank(where, shards, *chosen_lines)
     with running(session):
         yield session
 
@@ -155,13 +153,15 @@ def running(session: EachRank | OneProcess) -> Iterator[Summary]:
 
     with ExitStack() as stack:
         stack.callback(register_module_module_registration_hook(registered).remove)
-        find = _frameworks_found(session.used, stack)
-        find(None)
         stack.enter_context(places_recorded())
-        stack.enter_context(called_before("__init__", find))  # imported by now, if the script uses them
         stack.enter_context(called_before("__init__", note_if_off))
-        stack.enter_context(told_of_uses(session.used))
-        stack.enter_context(called_before("__iter__", partial(about_to_use, use=Use.ITERATED)))
-        stack.enter_context(called_before("__len__", partial(about_to_use, use=Use.MEASURED)))
-        stack.enter_context(session.hooked() if isinstance(session, OneProcess) else nullcontext())
+        if isinstance(session, OneProcess):
+            stack.enter_context(session.hooked())
+        else:
+            find = _frameworks_found(session.used, stack)
+            find(None)
+            stack.enter_context(called_before("__init__", find))  # imported by now, if the script uses them
+            stack.enter_context(told_of_uses(session.used))
+            stack.enter_context(called_before("__iter__", partial(about_to_use, use=Use.ITERATED)))
+            stack.enter_context(called_before("__len__", partial(about_to_use, use=Use.MEASURED)))
         yield session

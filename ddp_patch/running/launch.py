@@ -30,28 +30,6 @@ from _ddp_patch_command import INTERRUPTED
 from ddp_patch.errors import MissingRanksError, WorldError
 from ddp_patch.loaders.hooks import OURS
 
-__all__ = [
-    "ALONE",
-    "ONE_NODE",
-    "alone",
-    "backend_here",
-    "drawn_seed",
-    "end_with_launcher",
-    "group_made",
-    "hashes_alike",
-    "hide",
-    "is_hidden",
-    "is_rank",
-    "is_started",
-    "made_equal",
-    "rank_zero_speaks",
-    "shadows",
-    "started",
-    "store_of_ranks",
-    "told",
-]
-
-
 OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # of a single rank
 _NAMES = (*OF_RANK, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -208,9 +186,13 @@ def hashes_alike() -> bool:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Let this process be the only rank."""
-    with patch.dict(os.environ, {**ALONE, _STARTED: str(os.getpid()), _SHADOWS: ""}):
+def alone(kept: Path | None) -> Iterator[None]:
+    """Let this process be the only rank.
+
+    Args:
+        kept: The folder for what it writes; None if it writes where the script says.
+    """
+    with patch.dict(os.environ, {**ALONE, _STARTED: str(os.getpid()), _SHADOWS: str(kept)}):
         yield
 
 
@@ -219,7 +201,7 @@ def made_equal(kept: Path | None) -> Iterator[None]:
     """Let all that should be equal on the ranks start equal, while they run: hashes, the file system.
 
     Args:
-        kept: The folder for what ranks but the first one write; None for one that is removed.
+        kept: The folder for what ranks write; None for one that is removed, for what ranks but the first one write.
     """
     folder = tempfile.mkdtemp(prefix="ddp_patch-") if kept is None else str(kept.resolve())
     equal = {_STARTED: str(os.getpid()), _SHADOWS: folder}
@@ -238,14 +220,13 @@ def made_equal(kept: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseException], None]]:
+def rank_zero_speaks(rank: int) -> Iterator[Callable[[BaseException], None]]:
     """Silence every other rank while entered; show what ends this one, and end it with the exit code of Python.
 
     The files themselves are changed, so that the workers of loaders and libraries in C are silent, too.
 
     Args:
         rank: This rank.
-        folder: The folder, which is there, for what the others write, ``rank-1.log`` and so on; None to forget it.
 
     Yields:
         What shows an error that ends this rank before all is left, with the rank before each line.
@@ -253,8 +234,7 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
     stderr, seen = os.dup(2), list[BaseException]()
     if rank:
         _flush()
-        log = os.devnull if folder is None else folder / f"rank-{rank}.log"
-        silent = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
 

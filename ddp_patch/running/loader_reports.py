@@ -1,7 +1,4 @@
-"""What is known of each loader that a script makes, and what is done where each rank has its shard.
-
-Where it was made, who uses it, whether it is exempt, what became of it.
-"""
+"""Each rank on its shard: patch each loader of a script at its first use, and report what became of it."""
 
 import logging
 import os
@@ -12,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -22,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_patch.compat.private_packages import accelerate_is_on, shards_in_accelerate
 from ddp_patch.compat.private_torch import RunningLoader, imported_fsdp
-from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, RankMismatchError, message_of
-from ddp_patch.loaders.copying import change_loader, copy_loader
+from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, message_of
+from ddp_patch.loaders.copying import change_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Use, from_here, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
@@ -33,22 +30,6 @@ from ddp_patch.patching import patch_each
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.validation import counted
-
-__all__ = [
-    "NOT_DIVIDED",
-    "EachRank",
-    "Patterns",
-    "Summary",
-    "UsedLoader",
-    "is_off",
-    "is_too_soon",
-    "leave_alone",
-    "logger",
-    "note_if_off",
-    "unpatched",
-    "user_of",
-]
-
 
 logger: logging.Logger = logging.getLogger("ddp_patch.autopatch")
 
@@ -91,6 +72,11 @@ def note_if_off(loader: DataLoader[Any]) -> None:
         vars(loader)[_LEFT_ALONE] = True
 
 
+def is_left_alone(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader was made within ``unpatched()``, or given to ``leave_alone``."""
+    return _LEFT_ALONE in vars(loader)
+
+
 def leave_alone(loader: L) -> L:
     """Keep ``autopatch`` from ever patching one loader, such as that of a validation on rank 0 only.
 
@@ -122,7 +108,7 @@ def leave_alone(loader: L) -> L:
     return loader
 
 
-def _shown(loader: DataLoader[Any]) -> str:
+def made_at(loader: DataLoader[Any]) -> str:
     """Return where a loader was made, as ``from_here`` shows it."""
     where = made(loader)
     return "an unknown place" if where is None else from_here(where.place)
@@ -136,7 +122,7 @@ def _compared(loader: DataLoader[Any]) -> str:
     return f"{type(loader).__name__} number {where.number} made at {place}, called at {caller}"
 
 
-def user_of(loader: DataLoader[Any]) -> object | None:
+def _user_of(loader: DataLoader[Any]) -> object | None:
     """Return what uses a loader for its own purposes, if it is one of these; None if the script does.
 
     The loader's constructor, before it is finished; an iterator that fetches a batch of another loader, which shares
@@ -152,12 +138,6 @@ def user_of(loader: DataLoader[Any]) -> object | None:
     return None
 
 
-def is_too_soon(loader: DataLoader[Any], user: object | None) -> bool:
-    """Return whether a loader is used in its own constructor, or where a batch of another one is made."""
-    return user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
-
-
-@dataclass
 class Patterns:
     """Lines where loaders are made.
 
@@ -167,39 +147,35 @@ class Patterns:
     Args:
         option: What errors and notes call them.
         patterns: The patterns.
-
-    Attributes:
-        unused: Those that matched nothing yet.
     """
 
-    option: str
-    patterns: str | Sequence[str] = ()
-    unused: set[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.patterns = [self.patterns] if isinstance(self.patterns, str) else list(self.patterns)
-        if not all(isinstance(each, str) and each for each in self.patterns):
+    def __init__(self, option: str, patterns: str | Sequence[str] = ()) -> None:
+        chosen = [patterns] if isinstance(patterns, str) else list(patterns)
+        if not all(isinstance(each, str) and each for each in chosen):
             raise InvalidOptionError(
-                f"{self.option}={self.patterns!r} names no file. Pass patterns of where loaders are made, as "
-                "'train.py:41' or 'val_*.py'."
+                f"{option}={chosen!r} names no file. Pass patterns of where loaders are made, as 'train.py:41' or "
+                "'val_*.py'."
             )
-        self.unused = {*self.patterns}
+        self._option = option
+        self._matched = dict.fromkeys(chosen, False)
+
+    def __bool__(self) -> bool:
+        return bool(self._matched)
 
     def match(self, loader: DataLoader[Any]) -> bool:
         """Return whether a loader was made at one of these lines."""
         where = made(loader)
         place = "" if where is None else where.place.replace(os.sep, "/")
-        full = {each: each if ":" in each else f"{each}:*" for each in self.patterns}
-        found = {each for each in full if fnmatchcase(place, full[each]) or fnmatchcase(place, f"*/{full[each]}")}
-        self.unused -= found
+        full = {each: each if ":" in each else f"{each}:*" for each in self._matched}
+        found = [each for each in full if fnmatchcase(place, full[each]) or fnmatchcase(place, f"*/{full[each]}")]
+        self._matched.update(dict.fromkeys(found, True))
         return bool(found)
 
     @property
     def notes(self) -> list[str]:
         """What to say of patterns that matched nothing."""
-        return [
-            f"The pattern {each!r} of {self.option} matched no loader that was used." for each in sorted(self.unused)
-        ]
+        unused = sorted(each for each, is_matched in self._matched.items() if not is_matched)
+        return [f"The pattern {each!r} of {self._option} matched no loader that was used." for each in unused]
 
 
 @dataclass
@@ -209,8 +185,7 @@ class UsedLoader:
     Attributes:
         place: Where it was made.
         what: What it is.
-        fate: What was done with it: it is patched, would be patched, would be refused, is left alone or shards itself;
-            as one process, it is divided, whole or one of the last two.
+        fate: What was done with it: it is patched, is left alone, or shards itself.
         note: Why, or what else to report.
         steps: How many steps a rank makes; None if that is not known.
         passes: How often it was iterated.
@@ -225,11 +200,6 @@ class UsedLoader:
     passes: int = 0
     told: str = ""
 
-    def note_fate(self, fate: str, patched: DataLoader[Any], told: str) -> None:
-        """Note what was done with it, and what it has become."""
-        self.fate, self.steps = fate, length_of(patched, ())
-        self.told = f"{told} {'unknown steps' if self.steps is None else counted(self.steps, 'step')}"
-
     @property
     def line(self) -> str:
         """What the log says."""
@@ -237,93 +207,30 @@ class UsedLoader:
 
 
 _WIDTH = 100
-NOT_DIVIDED = "No call was divided"  # as the summary says of one process
 
 
 class Summary:
-    """What is done with a script's loaders while autopatch is on.
-
-    Args:
-        options: How to shard.
-        only: Which loaders alone.
-        excepted: Which not.
+    """What is done with a script while autopatch is on; ``str()`` of it says that.
 
     Attributes:
-        records: The loaders that were used when there were several ranks, or one process of several; in that order.
+        records: The loaders that were used in a process group of several ranks, in that order.
     """
 
-    _if_they_differ = ""  # what an error says more that says that the ranks' loaders differ
-
-    def __init__(self, options: Options, only: Patterns, excepted: Patterns) -> None:
+    def __init__(self) -> None:
         self.records: list[UsedLoader] = []
-        self._options, self._only, self._excepted = options, only, excepted
         self._process = os.getpid()
 
     @property
-    def notes(self) -> list[str]:
-        """What else was noticed."""
-        return [*self._only.notes, *self._excepted.notes]
-
-    def used(self, loader: DataLoader[Any], use: Use) -> None:
-        """Take note of a loader that is about to be used."""
+    def lines(self) -> list[str]:
+        """What there is to say."""
+        return []
 
     def __str__(self) -> str:
-        passes = Counter[str]()  # of loaders that a script makes alike in each epoch
-        for record in self.records:
-            passes[record.line] += record.passes
-        lines = [f"{text}, {counted(n, 'pass')}" for text, n in passes.items()]
-        return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="    ") for line in [*lines, *self.notes])
+        return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="    ") for line in self.lines)
 
     def _is_off(self) -> bool:
         """Return whether a use is no matter: one that is exempt, or in a process that the script has forked."""
-        return _off.get() or os.getpid() != self._process
-
-    def _looked_at(self, loader: DataLoader[Any], user: object | None = None) -> tuple[UsedLoader, LoaderFacts[Any]]:
-        """Return what is known of a loader, and why it is left alone, if it is.
-
-        Args:
-            loader: The loader.
-            user: What uses it and shards it itself, if anything does.
-        """
-        facts = look_at(loader)
-        record, by = UsedLoader(_shown(loader), _what_it_is(facts)), facts.sharded_by if user is None else user
-        # Both are asked, so that each pattern is seen to be used.
-        is_excepted, is_chosen = self._excepted.match(loader), self._only.match(loader)
-        # A wrapper, which is a loader too, takes its batches from the loader in an attribute.
-        name = facts.other_loader_in
-        inner = None if name is None else getattr(loader, name, None)
-        if by is not None:
-            record.fate = "shards itself"
-            record.note = "the script has patched it" if isinstance(by, EpochSampler) else type(by).__name__
-        elif _LEFT_ALONE in vars(loader):
-            record.note = "leave_alone() or unpatched()"
-        elif is_excepted or (self._only.patterns and not is_chosen):
-            record.note = "--except" if is_excepted else "--only"
-        elif isinstance(inner, DataLoader) and inner.dataset is facts.dataset:
-            record.note = f"its batches come from another loader, in {name!r}"
-        return record, facts
-
-    def _shard(self, loader: DataLoader[Any], record: UsedLoader, world: World, options: Options, use: Use) -> None:
-        """Put a rank's share into a loader itself, so that all references to it have that.
-
-        If that fails, the loader stays as it was, and the error says which one it is, and how to leave it out.
-        """
-        before = dict(vars(loader))
-        try:
-            patch_each("autopatch", {"": loader}, world, lambda: options, _compared(loader), change_loader)
-        except Exception as error:
-            vars(loader).clear()
-            vars(loader).update(before)
-            if isinstance(error, DDPPatchError):
-                more = self._if_they_differ if isinstance(error, RankMismatchError) else ""
-                error.args = (
-                    f"The loader made at {record.place} ({record.what}) is {use.value}, and autopatch patches it now, "
-                    f"on all ranks: {message_of(error)} If it is not to be sharded, because only some ranks use it (as "
-                    "in a validation on rank 0): use it within ddp_patch.unpatched(), call "
-                    "ddp_patch.leave_alone(loader) right after it is made, or start with python -m ddp_patch run "
-                    f"--except '{record.place}'.{more}",
-                )
-            raise
+        return is_off() or os.getpid() != self._process
 
 
 def _what_it_is(facts: LoaderFacts[Any]) -> str:
@@ -345,14 +252,12 @@ class EachRank(Summary):
         options: How to shard.
         only: Which loaders alone to patch.
         excepted: Which loaders to leave alone.
-        dry_run: Only report what would be done.
     """
 
-    def __init__(
-        self, where: Mapping[str, Any], options: Options, only: Patterns, excepted: Patterns, *, dry_run: bool = False
-    ) -> None:
-        super().__init__(options, only, excepted)
-        self._where, self._dry_run = where, dry_run
+    def __init__(self, where: Mapping[str, Any], options: Options, only: Patterns, excepted: Patterns) -> None:
+        super().__init__()
+        self._where, self._options = where, options
+        self._only, self._excepted = only, excepted
         self._early: set[str] = set()  # the loaders that were iterated when there was no process group yet
         self._had_world = self._has_wrapper = False
         self._known: MutableMapping[DataLoader[Any], UsedLoader] = WeakIdKeyDictionary()
@@ -372,18 +277,22 @@ class EachRank(Summary):
         self._has_wrapper = True
 
     @property
-    def notes(self) -> list[str]:
-        """What the summary says beside the table."""
+    def lines(self) -> list[str]:
+        """What there is to say: of each loader, and what else was noticed."""
         if not self._had_world:
             return [
                 "No loader was used in a process group of several ranks, so none was patched. A script for one process "
                 "makes no group: start it with ddp-patch run -n 8, which trains on 8 ranks as one process."
             ]
-        found = [
+        passes = Counter[str]()  # of loaders that a script makes alike in each epoch
+        for record in self.records:
+            passes[record.line] += record.passes
+        found = [f"{text}, {counted(n, 'pass')}" for text, n in passes.items()]
+        found += [
             f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
             for place in sorted(self._early)
         ]
-        found += super().notes
+        found += [*self._only.notes, *self._excepted.notes]
         # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
         derived = getattr(imported_fsdp(), "FSDPModule", None)
         if not self._has_wrapper and (derived is None or not derived.__subclasses__()):
@@ -399,15 +308,21 @@ class EachRank(Summary):
             world = self._world()
             if world is None:
                 if use is Use.ITERATED:
-                    self._early.add(_shown(loader))
+                    self._early.add(made_at(loader))
                 return None
-            user = user_of(loader)
-            if is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
+            user = _user_of(loader)
+            is_too_soon = user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
+            if is_too_soon or (use is Use.MEASURED and accelerate_is_on()):
                 return None
             self._had_world = True
-            record, _facts = self._looked_at(loader, user)
+            facts = look_at(loader)
+            record = UsedLoader(made_at(loader), _what_it_is(facts))
+            record.note = self._why_left_alone(loader, facts, record, user)
             if not record.note:
-                self._patch(loader, record, world, use)
+                self._shard(loader, record, world, use)
+                record.fate, record.steps = "patched", length_of(loader, ())
+                steps = "unknown steps" if record.steps is None else counted(record.steps, "step")
+                record.told = f"{world.num_replicas} ranks x {steps}"
         self._known[loader] = record
         self.records.append(record)
         if world.rank == 0:
@@ -421,16 +336,42 @@ class EachRank(Summary):
         world = find_world(**self._where)
         return world if world is not None and world.num_replicas > 1 else None
 
-    def _patch(self, loader: DataLoader[Any], record: UsedLoader, world: World, use: Use) -> None:
-        """Patch a loader, and note it; in a dry run a copy of it, without the other ranks."""
-        patched, would = loader, ""
-        if self._dry_run:
-            patched, would, world = copy_loader(loader), "would be ", replace(world, share_of_rank=None)
+    def _why_left_alone(
+        self, loader: DataLoader[Any], facts: LoaderFacts[Any], record: UsedLoader, user: object | None
+    ) -> str:
+        """Return why a loader is left alone; nothing if it is to be patched."""
+        # Both are asked, so that each pattern is seen to be used.
+        is_excepted, is_chosen = self._excepted.match(loader), self._only.match(loader)
+        if (by := facts.sharded_by if user is None else user) is not None:
+            record.fate = "shards itself"
+            return "the script has patched it" if isinstance(by, EpochSampler) else type(by).__name__
+        if is_left_alone(loader):
+            return "leave_alone() or unpatched()"
+        if is_excepted or (self._only and not is_chosen):
+            return "--except" if is_excepted else "--only"
+        # A wrapper, which is a loader too, takes its batches from the loader in an attribute.
+        name = facts.other_loader_in
+        inner = None if name is None else getattr(loader, name, None)
+        is_around = isinstance(inner, DataLoader) and inner.dataset is facts.dataset
+        return f"its batches come from another loader, in {name!r}" if is_around else ""
+
+    def _shard(self, loader: DataLoader[Any], record: UsedLoader, world: World, use: Use) -> None:
+        """Put a rank's share into a loader itself, so that all references to it have that.
+
+        If that fails, the loader stays as it was, and the error says which one it is, and how to leave it out.
+        """
+        before = dict(vars(loader))
         try:
-            self._shard(patched, record, world, self._options, use)
-        except DDPPatchError as error:
-            if not would:
-                raise
-            record.fate, record.note = "would be refused", message_of(error)
-        else:
-            record.note_fate(f"{would}patched", patched, f"{would}{world.num_replicas} ranks x")
+            patch_each("autopatch", {"": loader}, world, lambda: self._options, _compared(loader), change_loader)
+        except Exception as error:
+            vars(loader).clear()
+            vars(loader).update(before)
+            if isinstance(error, DDPPatchError):
+                error.args = (
+                    f"The loader made at {record.place} ({record.what}) is {use.value}, and autopatch patches it now, "
+                    f"on all ranks: {message_of(error)} If it is not to be sharded, because only some ranks use it (as "
+                    "in a validation on rank 0): use it within ddp_patch.unpatched(), call "
+                    "ddp_patch.leave_alone(loader) right after it is made, or start with python -m ddp_patch run "
+                    f"--except '{record.place}'.",
+                )
+            raise

@@ -4,11 +4,12 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial, wraps
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -21,13 +22,10 @@ from ddp_patch.ranks.exchange import by_value, ranks_text
 from ddp_patch.running.alike import asked
 from ddp_patch.validation import counted
 
-__all__ = ["GivenUp", "Lockstep", "apart", "checksums", "norm_of", "seed_all"]
-
-
 # As many bytes are sent at once, as in DistributedDataParallel.
 _BUCKET = 25 * 2**20
-# An exchange begins with a block of equal length on every rank: five numbers, and what is small enough to go along.
-_NUMBERS, _ROOM = 5, 2**14
+# An exchange begins with a block of equal length on every rank: numbers, and what is small enough to go along.
+_HEADER, _ROOM = 48, 2**14  # in bytes; a tensor of any dtype may begin after the header
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # What errors say that ranks part by.
 _SAME_STEPS = (
@@ -37,25 +35,10 @@ _SAME_STEPS = (
 
 
 class GivenUp(BaseException):
-    """Another rank's attempt to do this call by parts has raised an error."""
+    """A call by parts was given up, because some rank's part of it has failed."""
 
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _exchange(method: "Callable[Concatenate[Lockstep, P], R]") -> "Callable[Concatenate[Lockstep, P], R]":
-    """Note while a method runs that tensors which are made are the exchange's, which its threads may still hold."""
-
-    @wraps(method)
-    def exchanged(self: "Lockstep", /, *args: P.args, **options: P.kwargs) -> R:
-        before, self.is_exchanging = self.is_exchanging, True
-        try:
-            return method(self, *args, **options)
-        finally:
-            self.is_exchanging = before
-
-    return exchanged
+    def __init__(self, why: str = "a part of it raises an error on another rank") -> None:
+        super().__init__(why)
 
 
 class Lockstep:
@@ -95,7 +78,6 @@ class Lockstep:
 
     # ---- what every exchange begins with ----
 
-    @_exchange
     def meet(self, doing: str, usual: object = 0, *, has_failed: bool = False) -> bool:
         """Wait until every rank does the same.
 
@@ -112,7 +94,17 @@ class Lockstep:
             RankMismatchError: Another rank does something else; every rank raises it.
             MissingRanksError: Another rank did not come within the timeout, or has ended.
         """
-        return self.ranks == 1 or self._begin(doing, usual, torch.empty(0, dtype=torch.uint8), has_failed)[1]
+        with self._exchanging():
+            return self.ranks == 1 or self._begin(doing, usual, torch.empty(0, dtype=torch.uint8), has_failed)[1]
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Say, while entered, that new tensors are the exchange's, whose threads may hold them for a moment."""
+        before, self.is_exchanging = self.is_exchanging, True
+        try:
+            yield
+        finally:
+            self.is_exchanging = before
 
     def _begin(
         self, doing: str, usual: object, flat: torch.Tensor, has_failed: bool = False
@@ -122,25 +114,21 @@ class Lockstep:
         goes_along = not flat.is_cuda and flat.numel() <= _ROOM
         size = flat.numel() if goes_along else -flat.numel()
         done = crc32(f"{self._exchanges} {self.calls} {self.steps}".encode())
-        own = torch.tensor(
-            [has_failed, crc32(f"{doing} {asked()}".encode()), done, hash(usual) >> 2, size], device="cpu"
-        )
-        block = torch.empty(8 * _NUMBERS + _ROOM, dtype=torch.uint8, device="cpu")
-        block[: 8 * _NUMBERS] = own.view(torch.uint8)
+        numbers = [has_failed, crc32(f"{doing} {asked()}".encode()), done, hash(usual) >> 2, size, 0]
+        block = torch.empty(_HEADER + _ROOM, dtype=torch.uint8, device="cpu")
+        block[:_HEADER] = torch.tensor(numbers, device="cpu").view(torch.uint8)
         if goes_along:
-            block[8 * _NUMBERS :][:size] = flat
+            block[_HEADER:][:size] = flat
         blocks = [torch.empty_like(block) for _ in range(self.ranks)]
         self._together(lambda: dist.all_gather(blocks, block, self._group))
-        failed, *same, usuals, sizes = zip(
-            *(each[: 8 * _NUMBERS].view(torch.int64).tolist() for each in blocks), strict=True
+        failed, *same, usuals, sizes, _ = zip(
+            *(each[:_HEADER].view(torch.int64).tolist() for each in blocks), strict=True
         )
         if any(failed):
             raise GivenUp
         if any(len({*each}) > 1 for each in same):
             raise self._mismatch(doing)
-        gone = (
-            [each[8 * _NUMBERS :][:size] for each, size in zip(blocks, sizes, strict=True)] if min(sizes) >= 0 else []
-        )
+        gone = [each[_HEADER:][:size] for each, size in zip(blocks, sizes, strict=True)] if min(sizes) >= 0 else []
         return gone, len({*usuals}) == 1, [abs(each) for each in sizes]
 
     # ---- what is exchanged ----
@@ -152,43 +140,38 @@ class Lockstep:
         flat = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(bytes(row.tolist())) for row in self.gather("compares what the ranks have", flat) or ()]
 
-    @_exchange
     def gather(self, doing: str, flat: torch.Tensor, usual: object = 0) -> list[torch.Tensor] | None:
         """Return each rank's flat tensor of bytes, as long as that is; None if ``usual`` is not the same on all."""
-        gone, is_alike, sizes = self._begin(doing, usual, flat)
-        if gone or not is_alike:
-            return gone if is_alike else None
-        own = flat if not flat.is_cuda or _has_nccl() else flat.cpu()
-        padded = own.new_empty(max(sizes))
-        padded[: len(own)] = own
-        rows = [torch.empty_like(padded) for _ in range(self.ranks)]
-        self._together(lambda: dist.all_gather(rows, padded, None if padded.is_cuda else self._group))
-        return [row[:size].to(flat.device) for row, size in zip(rows, sizes, strict=True)]
+        with self._exchanging():
+            gone, is_alike, sizes = self._begin(doing, usual, flat)
+            if gone or not is_alike:
+                return gone if is_alike else None
+            own = flat if not flat.is_cuda or _has_nccl() else flat.cpu()
+            padded = own.new_empty(max(sizes))
+            padded[: len(own)] = own
+            rows = [torch.empty_like(padded) for _ in range(self.ranks)]
+            self._together(lambda: dist.all_gather(rows, padded, None if padded.is_cuda else self._group))
+            return [row[:size].to(flat.device) for row, size in zip(rows, sizes, strict=True)]
 
-    @_exchange
     def sum(self, doing: str, tensors: Sequence[torch.Tensor], usual: object = 0) -> list[torch.Tensor] | None:
         """Return the sums over all ranks of tensors that have the same shapes, dtypes and order on every rank.
 
         Returns:
             The sums, the same to the bit on every rank; None if ``usual`` is not the same on every rank.
         """
-        kinds, is_small = (
-            {(each.dtype, each.is_cuda) for each in tensors},
-            sum(each.nbytes for each in tensors) <= _ROOM,
-        )
-        goes_along = is_small and len(kinds) == 1 and not tensors[0].is_cuda
-        flat = _flat(tensors) if goes_along else torch.empty(0)
-        gone, is_alike, _ = self._begin(doing, usual, flat.view(torch.uint8))
-        if not is_alike:
-            return None
-        if not goes_along:
-            return list(self._reduced(tensors, lambda flat: dist.all_reduce(flat)))
-        return _parts(torch.stack([each.view(flat.dtype) for each in gone]).sum(0), tensors)
+        with self._exchanging():
+            is_small = sum(each.nbytes for each in tensors) <= _ROOM
+            if is_small and len({(each.dtype, each.is_cuda) for each in tensors}) == 1:
+                flat = _flat(tensors)
+                rows = self.gather(doing, flat.view(torch.uint8), usual)
+                return rows and _parts(torch.stack([row.view(flat.dtype) for row in rows]).sum(0), tensors)
+            is_alike = self.meet(doing, usual)
+            return list(self._reduced(tensors, lambda flat: dist.all_reduce(flat))) if is_alike else None
 
-    @_exchange
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors of any dtypes as rank 0 has them. They have the same shapes and order on every rank."""
-        return list(self._reduced(tensors, lambda flat: dist.broadcast(flat.view(torch.uint8), 0)))
+        with self._exchanging():
+            return list(self._reduced(tensors, lambda flat: dist.broadcast(flat.view(torch.uint8), 0)))
 
     def _reduced(
         self, tensors: Sequence[torch.Tensor], communicate: Callable[[torch.Tensor], object]

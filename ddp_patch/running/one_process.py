@@ -22,28 +22,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_patch.compat.private_torch import default_store, read_by_parts
 from ddp_patch.errors import RankMismatchError, WorldError
-from ddp_patch.loaders.hooks import called_before
 from ddp_patch.options import Options
-from ddp_patch.running.alike import alike
+from ddp_patch.running.alike import alike, folders_sorted
 from ddp_patch.running.calls import Calls
 from ddp_patch.running.launch import backend_here, group_made, is_hidden, is_started, told
-from ddp_patch.running.loader_reports import (
-    NOT_DIVIDED,
-    Patterns,
-    Summary,
-    UsedLoader,
-    is_too_soon,
-    logger,
-    unpatched,
-    user_of,
-)
+from ddp_patch.running.loader_reports import Summary, is_left_alone, logger, made_at
 from ddp_patch.running.lockstep import GivenUp, Lockstep, seed_all
 from ddp_patch.running.overlay import shadowed
 from ddp_patch.running.reading import Cut, Reading
 from ddp_patch.validation import counted
-
-__all__ = ["OneProcess"]
-
 
 # What only a script calls that has ranks of its own.
 _OF_RANKS = {"spawn": torch.multiprocessing, "start_processes": torch.multiprocessing, "init_process_group": dist}
@@ -51,27 +38,18 @@ _CLOSE = 1e-3  # how far gradients that each rank has computed of whole batches 
 
 
 class OneProcess(Summary):
-    """Runs a script as one process, from when it first uses a loader or a module.
+    """Runs a script as one process, from when it first calls a module or reads a batch.
 
     Args:
         options: The seed, and how long a rank waits for others.
-        only: Which loaders alone to divide.
-        excepted: Which loaders to leave alone.
         on_error: Called with what ends the script on this rank, before the others are told.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        only: Patterns,
-        excepted: Patterns,
-        *,
-        on_error: Callable[[BaseException], object] = lambda error: None,
-    ) -> None:
-        super().__init__(options, only, excepted)
-        self._on_error = on_error
-        self._known: MutableMapping[DataLoader[Any], UsedLoader] = WeakIdKeyDictionary()
+    def __init__(self, options: Options, *, on_error: Callable[[BaseException], object] = lambda error: None) -> None:
+        super().__init__()
+        self._options, self._on_error = options, on_error
         self._readings: MutableMapping[DataLoader[Any], Reading] = WeakIdKeyDictionary()
+        self._read: dict[str, None] = {}  # what is said of loaders
         self._stack = ExitStack()
         self._told: set[str] = set()
         self._has_begun = False
@@ -83,10 +61,10 @@ class OneProcess(Summary):
         """Hook calls of modules, passes, steps of optimizers and what makes process groups, while entered."""
         as_it_is: Callable[[Any], Any] = torch.compiler.disable  # a compiled step would trace what communicates
         with self._stack as stack:
+            stack.enter_context(folders_sorted())
             for name, module in _OF_RANKS.items():
                 refusing = partial(self._refuse_unless_alone, name, getattr(module, name))
                 stack.enter_context(patch.object(module, name, refusing))
-            stack.enter_context(called_before("__iter__", self._iterated))
             stack.enter_context(read_by_parts(Cut, self._reading_of))
             stack.callback(register_optimizer_step_pre_hook(as_it_is(self._before_step)).remove)
             stack.enter_context(self._calls.hooked())
@@ -116,42 +94,26 @@ class OneProcess(Summary):
         if self._ranks > 1:
             _refuse(self._ranks, f"wraps a model in {name}")
 
-    def _iterated(self, loader: DataLoader[Any]) -> None:
-        """Note a pass over a loader."""
-        if self._is_off() or user_of(loader) is not None or is_too_soon(loader, None):
-            return
-        self._begin()
-        if (record := self._known.get(loader)) is None:
-            with unpatched():  # what looking at it iterates
-                record, _ = self._looked_at(loader)
-                if not record.note:
-                    record.note_fate("whole", loader, "whole on every rank,")
-            self._known[loader] = record
-            self.records.append(record)
-            self._tell(record.line, logging.INFO)
-        record.passes += 1
-
     def _reading_of(self, loader: DataLoader[Any]) -> Reading | None:
         """Return how the batches of a loader are read; None if that may not be divided."""
-        record = self._known.get(loader)
         is_main = threading.current_thread() is threading.main_thread() and not self._is_off()
         forks = (
             not loader.num_workers or (loader.multiprocessing_context or multiprocessing).get_start_method() == "fork"
         )
         is_ordered = getattr(loader, "in_order", True)  # of torch 2.6 and newer
-        if record is None or record.note or self._lockstep.ranks == 1 or not (is_main and forks and is_ordered):
+        if is_left_alone(loader) or not (is_main and forks and is_ordered):
             return None
-        if loader not in self._readings:
+        self._begin()
+        if self._lockstep.ranks > 1 and loader not in self._readings:
+            place = made_at(loader)
 
-            def decided(why: str) -> None:
-                record.note_fate(
-                    "whole" if why else "divided", loader, f"{'whole on every rank' if why else 'read by parts'},"
-                )
-                record.note = why
-                self._tell(record.line, logging.INFO)
+            def decided(how: str) -> None:
+                line = f"{place} {type(loader).__name__}: batches are read {how}"
+                self._read[line] = None
+                self._tell(line, logging.INFO)
 
-            self._readings[loader] = Reading(self._lockstep, f"the loader made at {record.place}", decided)
-        return self._readings[loader]
+            self._readings[loader] = Reading(self._lockstep, f"the loader made at {place}", decided)
+        return self._readings.get(loader)
 
     @property
     def _ranks(self) -> int:
@@ -159,17 +121,14 @@ class OneProcess(Summary):
         return max(self._lockstep.ranks, int(told("WORLD_SIZE", "1")))
 
     @property
-    def notes(self) -> list[str]:
-        """What the summary says beside the table."""
-        found = [each.line(self._ranks) for each in self._calls.records]
-        found.append(
-            f"{counted(self._ranks, 'rank')} trained as one process: {counted(self._lockstep.steps, 'optimizer step')}."
-        )
+    def lines(self) -> list[str]:
+        """What there is to say: of each loader whose reading was judged, of each model, and of all."""
+        found = [*self._read, *(each.line(self._ranks) for each in self._calls.records)]
+        steps = counted(self._lockstep.steps, "optimizer step")
+        found.append(f"{counted(self._ranks, 'rank')} trained as one process: {steps}.")
         if self._ranks > 1 and not any(each.divided for each in self._calls.records):
-            is_read = any(each.fate == "divided" for each in self.records)
-            saved = "time was saved in reading alone" if is_read else "no time was saved"
-            found.append(f"{NOT_DIVIDED}: every rank computed all, and {saved}.")
-        return [*found, *super().notes]
+            found.append("No call was divided: every rank computed all, and no time was saved but in reading.")
+        return found
 
     def _begin(self) -> None:
         """Join the other ranks, once."""
@@ -204,7 +163,7 @@ class OneProcess(Summary):
             self._stack.enter_context(shadowed(self._lockstep.rank, home))
             # By a name that no other session has.
             store = dist.PrefixStore(home, default_store())  # type: ignore[attr-defined]  # torch documents it
-            self._stack.enter_context(alike(store, self._lockstep.rank, self._lockstep.ranks, timeout))
+            self._stack.enter_context(alike(store, self._lockstep.rank, timeout))
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         """Tell the user something, once, on the first rank."""

@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from inspect import signature
@@ -28,8 +28,6 @@ from unittest.mock import patch
 import torch
 
 from ddp_patch.compat.files import files_opened_by
-
-__all__ = ["Layer", "entries_of", "kept", "open_file", "places_left_alone", "shadowed"]
 
 # What a call does at a path: it looks, or it changes what is there, and follows links; or it changes which file has the
 # name; or it also moves all that is in a folder.
@@ -312,7 +310,7 @@ class Shadow:
     def scandir(self, path: Any = ".") -> Any:
         """Return what is in a folder, as ``os.scandir``."""
         folder: Any = os.fspath("." if path is None else path)
-        return entries_of(folder, self.listdir(folder))
+        return entries_of(_Entry(folder, name) for name in self.listdir(folder))
 
 
 class _Entry:
@@ -351,26 +349,26 @@ class _Entry:
         return False
 
 
-class _Entries(ExitStack, Iterator[_Entry]):
+class _Entries(ExitStack, Iterator[Any]):
     """What ``os.scandir`` returns: an iterator that can be entered and closed."""
 
-    def __init__(self, entries: Iterator[_Entry]) -> None:
+    def __init__(self, entries: Iterator[Any]) -> None:
         super().__init__()
         self._entries = entries
 
-    def __next__(self) -> _Entry:
+    def __next__(self) -> Any:
         return next(self._entries)
 
 
-def entries_of(folder: Any, names: Iterable[Any], known: Mapping[Any, Any] = {}) -> Any:
-    """Return what ``os.scandir`` returns of a folder: entries of these names, some of which are known."""
-    return _Entries(known.get(name) or _Entry(folder, name) for name in names)
+def entries_of(entries: Iterable[Any]) -> Any:
+    """Return what ``os.scandir`` returns, with these entries."""
+    return _Entries(iter(entries))
 
 
 # ---- to let a rank see its world ----
 
 
-def places_left_alone() -> tuple[str, ...]:
+def _places_left_alone() -> tuple[str, ...]:
     """Return how paths begin that are read and written where they are."""
     caches = (os.environ.get(name) or usual for name, usual in _CACHES.items())
     # Sockets of multiprocessing are made in C, in a folder that is made when it is first asked for.
@@ -392,7 +390,7 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
     home = os.path.realpath(folder)
     own = os.path.join(home, f"rank-{rank}")
     _make_folders(own)
-    left_alone = (f"{home}{os.sep}", *places_left_alone())
+    left_alone = (f"{home}{os.sep}", *_places_left_alone())
     past = Layer(os.path.join(home, "past"), None, left_alone)
     try:
         with ExitStack() as stack:

@@ -8,8 +8,6 @@ import torch
 
 from ddp_patch.compat.private_torch import DispatchMode, argument_names
 
-__all__ = ["Still", "eager", "own_numbers"]
-
 _APART = 0x9E3779B97F4A7C15  # between the seeds of ranks
 
 

@@ -12,8 +12,6 @@ from torch import nn
 from ddp_patch.compat.private_torch import tables_of
 from ddp_patch.running.lockstep import apart
 
-__all__ = ["PLAIN", "State", "leaves_of", "mapped", "tensors_in"]
-
 PLAIN = {bool, int, float, str, type(None)}
 _NO_HOLDERS = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.device, torch.dtype, torch.Generator)
 
@@ -88,10 +86,8 @@ class State:
         self._held: list[tuple[Any, dict[str, Any]]] = [
             (held, dict(held)) for each in modules for held in (vars(each), *tables_of(each)[1:])
         ]
-        values: list[Any] = [value for held, _ in self._held for value in held.values()]
-        self._lists: list[tuple[Any, Any]] = [
-            (each, copy.copy(each)) for each in values if type(each) in {list, dict, set}
-        ]
+        values: list[Any] = [value for _, before in self._held for value in before.values()]
+        self._lists: list[Any] = [(each, copy.copy(each)) for each in values if type(each) in {list, dict, set}]
         self.tensors: list[torch.Tensor] = tensors_in(
             [each for each in values if not isinstance(each, nn.Module | dict)]
         )
@@ -99,15 +95,9 @@ class State:
 
     def put_back(self) -> None:
         """Let them hold what they held."""
-        for held, before in self._held:
+        for held, before in (*self._held, *self._lists):
             held.clear()
-            held.update(before)
-        for value, copied in self._lists:
-            if isinstance(value, list):
-                value[:] = copied
-            elif value is not copied:
-                value.clear()
-                value.update(copied)
+            (held.extend if isinstance(held, list) else held.update)(before)
         with torch.no_grad():
             for tensor, copied in zip(self.tensors, self._copies, strict=True):
                 if apart(tensor, copied):
@@ -119,11 +109,15 @@ class State:
         for at, (held, _) in enumerate(self._held):
             of = f"module {at // 3}, {type(self._modules[at // 3]).__name__}"
             for name, value in held.items():
-                for place, leaf in (
-                    enumerate(leaves_of(value)) if not isinstance(value, nn.Module) and name != "_buffers" else ()
-                ):
-                    if isinstance(leaf, torch.Tensor):
-                        leaf = leaf.detach().clone()
+                leaves = [] if isinstance(value, nn.Module) or name == "_buffers" else leaves_of(value)
+                for place, leaf in enumerate(leaves):
                     if isinstance(leaf, torch.Tensor) or type(leaf) in PLAIN:
-                        found[f"{name} of {of}" + f" ({place})" * (place > 0)] = leaf
+                        copied = leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+                        found[f"{name} of {of}" + f" ({place})" * (place > 0)] = copied
         return found
+
+
+def fixed_weights(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number for each of a tensor's, the same on every rank and each time."""
+    places = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
+    return (1 + 0.5 * (0.7 * places).sin()).view(tensor.shape).to(tensor.dtype)

@@ -89,15 +89,14 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
-    done, trees, shadows = [], [], tmp_path / "shadows"
+    done, trees = [], []
     for ranks in ("1", "3"):
         folder = tmp_path / ranks
         (folder / "out").mkdir(parents=True)
         (folder / "out" / "old.pt").write_bytes(b"old")
         (folder / "given.txt").write_text("given")
         (folder / "log.txt").write_text("before\n")
-        options = ["--keep-shadows", str(shadows / ranks)]
-        done.append(launch(folder, WRITING, *options, launcher=(*OURS, "-n", ranks)))
+        done.append(launch(folder, WRITING, launcher=(*OURS, "-n", ranks)))
         trees.append(tree(folder))
     alone, three = done
     assert alone.returncode == three.returncode == 3, three.stderr
@@ -107,12 +106,8 @@ def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
     assert int(alone.stdout.splitlines()[-1].split()[0]) == 10
     assert [line for line in three.stderr.splitlines() if "speaks" in line] == ["speaks 0"]
     assert "3 ranks train as one process" in three.stderr
-    assert "train.py:12 DataLoader, shuffled, 30 samples:" in three.stderr
     assert "Linear: 40 calls, 33 divided over 3 ranks" in three.stderr
-    assert "train.py:12 DataLoader, in order, 11 samples:" in three.stderr
     assert "25 optimizer steps" in three.stderr
-    assert "speaks 1" in (shadows / "3" / "rank-1.log").read_text()
-    assert next((shadows / "3").glob("rank-1/**/best.pt")).is_file()
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -181,7 +176,7 @@ def test_an_error_of_one_rank_is_told(tmp_path: Path) -> None:
                 print("epoch", epoch, len(batch))
             """,
             1,
-            ["It fails on 2 ranks, by exit code 1", "rank 1 is", "RankMismatchError"],
+            ["differs from step 7 on, first in", "printed lines: the same", "files: the same", "Not the same."],
             id="a rank that computes something else",
         ),
         pytest.param(
@@ -220,7 +215,7 @@ def test_an_error_of_one_rank_is_told(tmp_path: Path) -> None:
         soaked(
             "print(os.environ.get('DDP_PATCH_RANK') and os.environ['DDP_PATCH_WORLD_SIZE'])\nepoch()",
             1,
-            ["steps: the same in 5 steps", "printed lines: differ, first", "What it prints differs."],
+            ["steps: the same in 5 steps", "printed lines: differ, first", "Not the same."],
         ),
         soaked(
             "model(next(iter(train)).view(7, 2))\nnext(iter(train))", 1, ["No optimizer of torch.optim made a step"]
@@ -239,17 +234,16 @@ def test_a_check_says_what_is_so(tmp_path: Path, body: str, code: int, words: li
 def started(folder: Path) -> "subprocess.Popen[str]":
     """Start an endless script, whose loader has workers; each rank writes down its process."""
     endless = """
-        open(os.path.join(os.environ["FOLDER"], f"{os.getpid()}.pid"), "w").close()
+        import subprocess
+        subprocess.run(["touch", f"{os.getpid()}.pid"], check=True)  # a program of its own, which writes here
         train = DataLoader(data, batch_size=7, num_workers=1, persistent_workers=True)
         while True:
             epoch()
     """
     (folder / "train.py").write_text(textwrap.dedent(TRAINING) + textwrap.dedent(endless))
-    options = ["-n", "2", "--keep-shadows", str(folder / "shadows")]
-    return subprocess.Popen(  # noqa: S603 - our own script
-        [sys.executable, "-m", "ddp_patch", "run", *options, "train.py"],
+    return subprocess.Popen(
+        [sys.executable, "-m", "ddp_patch", "run", "-n", "2", "train.py"],
         cwd=folder,
-        env={**os.environ, "FOLDER": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -265,7 +259,7 @@ def test_all_ranks_end(tmp_path: Path, ended_by: str) -> None:
         assert running.stdout is not None
         lines = [running.stdout.readline() for _ in range(3)]
         assert lines[2].startswith("loss")
-        ranks = {int(path.stem) for path in tmp_path.rglob("*.pid")}  # of the first one, and in the other's shadow
+        ranks = {int(path.stem) for path in tmp_path.glob("*.pid")}
         if ended_by == "Ctrl-C":
             os.killpg(running.pid, signal.SIGINT)
             assert running.wait(WAITS_S) == 130

@@ -121,11 +121,3 @@ def test_a_module_that_averages_nothing(script: Path, tmp_path: Path) -> None:
     for (line,) in told(tmp_path, "told"):
         assert (line["main"], line["first"]) == (str(script), str(tmp_path))
     assert "No DistributedDataParallel was seen" in done.stderr
-
-
-@pytest.mark.soak
-def test_a_dry_run_says_what_would_be(script: Path, tmp_path: Path) -> None:
-    done = launch(tmp_path, OURS, "--dry-run", "package/training.py", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert [len(lines) for lines in told(tmp_path, "early")] == [2 * N] * 2
-    assert "would be 2 ranks x 3 steps" in done.stderr

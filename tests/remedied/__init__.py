@@ -149,7 +149,7 @@ def remedies_in() -> Iterator[tuple[str, str, str]]:
     """
     folder = Path(ddp_patch.__file__).parent
     for path in sorted(folder.rglob("*.py")):
-        if "running" in path.parts:
+        if "running" in path.relative_to(folder).parts:
             continue
         for line, text in _texts(ast.parse(path.read_text(encoding="utf-8"))):
             if (found := REMEDY.search(text)) is not None and len(text) > 25:

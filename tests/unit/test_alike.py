@@ -1,7 +1,7 @@
-"""What the world gives a script is rank 0's: the same program, run as rank 0 and then as a later rank."""
+"""What the world gives a script is alike on all ranks: the same program, run as rank 0 and then as a later rank."""
 
+import copy
 import glob
-import json
 import os
 import random
 import secrets
@@ -21,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import MissingRanksError, RankMismatchError
-from ddp_patch.running.alike import alike, asked
-from ddp_patch.running.overlay import entries_of, shadowed
+from ddp_patch.errors import MissingRanksError
+from ddp_patch.running.alike import alike, asked, asking_alone, folders_sorted
+from ddp_patch.running.overlay import entries_of
 
 
 def new_store() -> Any:
@@ -36,7 +36,7 @@ def on_ranks(*programs: Callable[[], Any]) -> list[Any]:
     found = []
     for rank, program in enumerate(programs):
         np.random.seed(0)  # numpy's seed() without a number leaves the place in the state
-        with alike(store, rank, 1, 5):
+        with alike(store, rank, 5):
             found.append(program())
     return found
 
@@ -138,7 +138,7 @@ def order_of(names: list[str]) -> Iterator[None]:
         with scan(path) as entries:
             found = {each.name: each for each in entries}
         ordered = sorted(found, key=lambda each: names.index(os.fsdecode(each)))
-        return entries_of(path, ordered, found)
+        return entries_of(found[each] for each in ordered)
 
     def listdir(path: Any) -> Any:
         return [entry.name for entry in scandir(path)]
@@ -160,84 +160,36 @@ LISTS: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_a_folder_is_listed_in_the_order_of_rank_0(name: str, tmp_path: Path) -> None:
-    orders = [["b", "sub", "a", "c"], ["sub", "a", "b", "c"]]
+def test_a_folder_is_listed_in_one_order_however_the_file_system_has_it(name: str, tmp_path: Path) -> None:
     for each in "abc":
         (tmp_path / each).touch()
     (tmp_path / "sub").mkdir()
-
-    found, store = [], new_store()
-    for rank, order in enumerate(orders):
+    alone, found = [], []
+    for order in (["b", "sub", "a", "c"], ["sub", "a", "b", "c"]):
         with order_of(order):
-            alone = LISTS[name](str(tmp_path))
-            with alike(store, rank, 1, 5):
-                found.append((alone, LISTS[name](str(tmp_path))))
-    (alone, first), (other_alone, second) = found
-    assert first == second == alone
-    assert alone != other_alone  # else this shows nothing
-
-
-def test_a_shadow_lists_its_own_files_where_those_of_rank_0_are(tmp_path: Path) -> None:
-    world, store = tmp_path / "world", new_store()
-    (world / "runs").mkdir(parents=True)
-    (world / "runs" / "given").touch()
-    (world / "later").mkdir()
-
-    def program(rank: int) -> tuple[list[str], list[str]]:
-        Path(world, "runs", f"log-{rank}").write_text("as one of a time or a process")
-        names = os.listdir(world / "runs")
-        return names, [Path(world, "runs", name).read_text() for name in names]
-
-    found = []
-    for rank in range(2):
-        with shadowed(rank, str(tmp_path / "shadows"), keep=True), alike(store, rank, 1, 5):
-            found.append(program(rank))
-    (names, texts), (other_names, other_texts) = found
-    assert [name.replace("log-0", "log-1") for name in names] == other_names
-    assert texts == other_texts
-
-
-def test_a_folder_that_rank_0_does_not_find_is_on_no_rank(tmp_path: Path) -> None:
-    def lists() -> str:
-        with pytest.raises(FileNotFoundError) as raised:
-            os.listdir(tmp_path / "none")
-        (tmp_path / "none").mkdir(exist_ok=True)  # too late for rank 0
-        return str(raised.value)
-
-    first, second = on_ranks(lists, lists)
+            alone.append(LISTS[name](str(tmp_path)))
+            with folders_sorted():
+                found.append(LISTS[name](str(tmp_path)))
+    first, second = found
     assert first == second
-    assert str(tmp_path / "none") in first
+    assert alone[0] != alone[1]  # else this shows nothing
+    if name in {"listdir", "iterdir"}:
+        assert first == ["a", "b", "c", "sub"]
 
 
-def test_open_folders_and_devices_are_read_where_they_are(tmp_path: Path) -> None:
-    def lists() -> tuple[list[str], bool]:
-        folder = os.open(tmp_path, os.O_RDONLY)
-        found = os.listdir(folder)
-        os.close(folder)
-        return found, "self" in os.listdir("/proc")
-
-    assert on_ranks(lists, lists) == [([], True)] * 2
-
-
-# ---- ranks that ask for something else ----
+def test_open_folders_are_listed_too(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with folders_sorted(), os.scandir(folder) as entries:
+        assert (os.listdir(folder), [*entries]) == ([], [])
+        with pytest.raises(FileNotFoundError):
+            os.listdir(tmp_path / "none")
+    os.close(folder)
 
 
-def test_a_rank_that_asks_for_something_else_is_named_with_both_lines(tmp_path: Path) -> None:
-    def lists() -> object:
-        return os.listdir(tmp_path)
-
-    def lists_elsewhere() -> object:
-        return os.listdir(tmp_path)
-
-    with pytest.raises(RankMismatchError) as raised:
-        on_ranks(lists, lists_elsewhere)
-    first = lists.__code__.co_firstlineno + 1
-    for rank, line in enumerate((first, first + 3)):
-        assert f"rank {rank} asked question 1" in str(raised.value)
-        assert f"test_alike.py:{line}" in str(raised.value)
+# ---- ranks that draw otherwise ----
 
 
-def test_a_rank_that_drew_once_more_is_found_by_what_ranks_compare(tmp_path: Path) -> None:
+def test_a_rank_that_drew_once_more_is_found_by_what_ranks_compare() -> None:
     def draws(times: int) -> str:
         for _ in range(times):
             uuid.uuid4()
@@ -249,63 +201,48 @@ def test_a_rank_that_drew_once_more_is_found_by_what_ranks_compare(tmp_path: Pat
     other = on_ranks(lambda: draws(2), lambda: draws(3))
     assert other[0] != other[1]
     assert asked() == ""
-    with pytest.raises(RankMismatchError, match="question 4 to the world"):
-        on_ranks(lambda: (draws(2), os.listdir(tmp_path)), lambda: (draws(3), os.listdir(tmp_path)))
 
 
-def test_a_rank_that_asks_where_rank_0_never_does_says_so(tmp_path: Path) -> None:
-    store = new_store()
-    with alike(store, 0, 1, 5):
-        pass
+def test_a_copy_of_a_generator_is_drawn_where_the_script_makes_it() -> None:
+    def copies() -> str:
+        copy.deepcopy(np.random.RandomState(3))
+        return asked()
+
+    assert "at test_alike.py" in on_ranks(copies)[0]  # not in a module of numpy's
+    with alike(new_store(), 0, 5):
+        before = asked()
+        with asking_alone():
+            uuid.uuid4()
+        assert asked() == before == ""
+
+
+def test_a_rank_that_waits_for_rank_0_says_so() -> None:
     with (
-        alike(store, 1, 1, 0.1),
-        pytest.raises(MissingRanksError, match=r"Rank 1 asked question 1 .*names in a folder"),
+        pytest.raises(MissingRanksError, match=r"Rank 1 waited for the secret of rank 0, at most 0.1 s"),
+        alike(new_store(), 1, 0.1),
     ):
-        os.listdir(tmp_path)
+        pass
 
 
-# ---- environment and input ----
+# ---- input ----
 
 
-# Prints what a script sees of input and environment, and what of these the store has.
+# Prints what a script reads.
 READS = """
-import json, os, sys
+import sys
 from torch.distributed import FileStore
 from ddp_patch.running.alike import alike
-rank = int(sys.argv[2])
-store = FileStore(sys.argv[1], 2)
-with alike(store, rank, 2, 60):
+with alike(FileStore(sys.argv[1], 2), int(sys.argv[2]), 60):
     print(sys.stdin.isatty(), input("name? "), repr(sys.stdin.readline()), len(sys.stdin.read().split()))
-    seen = {name: os.environ.get(name) for name in ("LR", "ONLY_0", "ONLY_1", "TMPDIR", "CUDA_VISIBLE_DEVICES", "SAME")}
-    print(json.dumps([seen, sorted(json.loads(store.get("start"))[1])]))
 """
 
 
-def test_every_rank_reads_the_input_and_environment_of_rank_0(tmp_path: Path) -> None:
+def test_every_rank_reads_the_input_of_rank_0(tmp_path: Path) -> None:
     (tmp_path / "input").write_text("Ann\nsecond\n" + "word " * 5000)
     ranks = []
     with (tmp_path / "input").open() as given:  # all ranks have the same file open
         for rank in range(2):
-            own = {"LR": f"{rank}", f"ONLY_{rank}": "1", "TMPDIR": f"folder {rank}", "CUDA_VISIBLE_DEVICES": f"{rank}"}
             command = [sys.executable, "-c", READS, str(tmp_path / "store"), str(rank)]
-            options: dict[str, Any] = {"stdin": given, "stdout": subprocess.PIPE, "text": True}
-            ranks.append(subprocess.Popen(command, env={**os.environ, "SAME": "secret", **own}, **options))  # noqa: S603 - our own
-        outputs = [rank.communicate(timeout=120)[0].split("\n", 1) for rank in ranks]
-    assert {said for said, _ in outputs} == {"name? False Ann 'second\\n' 5000"}
-    for rank, (_, seen) in enumerate(outputs):
-        own = {"TMPDIR": f"folder {rank}", "CUDA_VISIBLE_DEVICES": f"{rank}"}  # of the rank's own machine
-        wanted = {"LR": "0", "ONLY_0": "1", "ONLY_1": None, "SAME": "secret", **own}
-        assert json.loads(seen) == [wanted, ["LR", "ONLY_0", "ONLY_1"]]  # what is the same did not travel
-
-
-def test_a_package_that_fills_a_cache_asks_for_itself() -> None:
-    def lists(package: str) -> list[str]:
-        names: dict[str, Any] = {"__name__": f"{package}.fonts", "os": os}
-        exec(compile("found = os.listdir('/')", f"/site-packages/{package}/fonts.py", "exec"), names)  # noqa: S102
-        return sorted(names["found"])
-
-    # The other rank finds the cache that the first one has filled, and asks nothing.
-    first, other = on_ranks(lambda: (lists("matplotlib"), asked()), asked)
-    assert first[0] == sorted(os.listdir("/"))
-    assert first[1] == other
-    assert "fonts.py" in on_ranks(lambda: (lists("torchvision"), asked()))[0][1]
+            ranks.append(subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, text=True))  # noqa: S603 - our own
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert outputs == ["name? False Ann 'second\\n' 5000\n"] * 2

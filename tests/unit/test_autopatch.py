@@ -26,9 +26,6 @@ from ddp_patch.errors import (
     NotPatchedError,
     UnsupportedLoaderError,
 )
-from ddp_patch.options import Options
-from ddp_patch.running.context import running
-from ddp_patch.running.loader_reports import EachRank, Patterns
 
 N = 10
 
@@ -127,7 +124,7 @@ def test_without_several_ranks_nothing_happens() -> None:
     with autopatch(rank=0, num_replicas=1):
         assert len(items(loader)) == N
     assert not summary.records
-    assert any("ddp-patch run -n 8" in note for note in summary.notes)
+    assert any("ddp-patch run -n 8" in note for note in summary.lines)
     assert not ddp_patch.check_loaders_is_patched(loader)
 
 
@@ -177,7 +174,7 @@ LINE = made.__code__.co_firstlineno + 1
 def test_places_are_chosen_by_patterns(options: Any, is_patched: bool) -> None:
     with autopatch(rank=1, num_replicas=2, **options) as summary:
         assert (items(made()) == MINE) is is_patched
-    unused = [note for note in summary.notes if "pattern" in note]
+    unused = [note for note in summary.lines if "pattern" in note]
     assert bool(unused) is any(name in str(options) for name in ("other", "'autopatch.py", ":1'", "0'"))
 
 
@@ -397,16 +394,3 @@ def test_a_summary_tells_of_each_loader_which_is_logged_once(caplog: pytest.LogC
     with caplog.at_level(logging.INFO, "ddp_patch.autopatch"), autopatch(rank=1, num_replicas=3):
         items(made())
     assert len(caplog.messages) == 2  # the first rank logs them
-
-
-def test_a_dry_run_patches_nothing() -> None:
-    places, where = (Patterns("--only"), Patterns("--except")), {"rank": 1, "num_replicas": 2}
-    with running(EachRank(where, Options(), *places, dry_run=True)) as summary:
-        loader, other = made(), Computed(Indices(N))
-        assert len(items(loader)) == N
-        assert len(items(other)) == N
-    assert not ddp_patch.check_loaders_is_patched(loader)
-    would, refused = summary.records
-    assert (would.fate, would.steps, would.passes) == ("would be patched", 3, 1)
-    assert refused.fate == "would be refused"
-    assert "'sampler'" in refused.note
