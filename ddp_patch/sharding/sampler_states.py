@@ -325,18 +325,19 @@ class SamplerStates:
     def _draw_up_to(self, epoch: int, begin_iterating: Callable[[], Iterator[Any]]) -> None:
         """Draw the epochs before an epoch to their ends, without reading data: the samplers may count by them."""
         counters, left = self._counters, _MOST_DRAWN_AGAIN
-        latest = max((known for known in counters.beginnings if known < epoch), default=None)
-        if latest is not None and (counters.are_as_drawn or not counters.values):
+        latest = max(known for known in counters.beginnings if known < epoch) if epoch else 0
+        if counters.are_as_drawn or not counters.values:
             counters.values |= counters.beginnings[latest]
+            kept = self.snapshot(epoch)
             for before in range(latest, epoch):
                 with self.draw(before):
                     left -= sum(1 for _ in islice(begin_iterating(), left))
-                if not counters.values:
-                    counters.counts_nothing = True
-                    return
-                if not left:
+                counters.counts_nothing = not counters.values
+                if counters.counts_nothing or not left:
                     break
                 counters.end_epoch(before)
+            if not kept.unknown:  # samplers with a state_dict() are as they were: they count by that
+                self.load(kept)
         if epoch in counters.beginnings or not counters.values:
             return
         why = "they are others than the loader's latest draw left, so it would not draw the same again"

@@ -263,7 +263,7 @@ def test_all_ranks_end(tmp_path: Path, ended_by: str) -> None:
         if ended_by == "Ctrl-C":
             os.killpg(running.pid, signal.SIGINT)
             assert running.wait(WAITS_S) == 130
-            # A thread in which multiprocessing sends files may show that the other rank is gone; the script shows nothing.
+            # A thread of multiprocessing's may show that the other rank is gone. The script shows nothing.
             errors = running.stderr.read() if running.stderr else ""
             assert "KeyboardInterrupt" not in errors
             assert "train.py" not in errors

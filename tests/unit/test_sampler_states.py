@@ -15,7 +15,7 @@ from messages import raises
 from torch.utils.data import DataLoader, Dataset, Sampler
 from users import ByObject, Counts, Held, N, Shuffles, permuted, seeded
 from users import loader as given
-from zoo import seed_ambient
+from zoo import Indices, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError, StreamOrderWarning
@@ -455,6 +455,44 @@ class Forever(Shuffles):
         while True:
             self.drawn[0] += 1
             yield self.drawn[0] % self.size
+
+
+class Stateful(Sampler[int]):
+    """Moves on with each pass, and has that in its state."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter([(index + self.passes) % 8 for index in range(8)])
+
+    def __len__(self) -> int:
+        return 8
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes = state["passes"]
+
+
+class Pairs(Sampler[list[int]]):
+    """Batches with a number that might be a counter."""
+
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self.sampler, self.size = sampler, 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        items = iter(self.sampler)
+        return iter([[next(items), next(items)] for _ in range(4)])
+
+
+def test_a_sampler_that_counts_by_its_state_is_not_moved_by_finding_out_what_others_count() -> None:
+    raw: Any = DataLoader(Indices(8), batch_sampler=Pairs(Stateful()))
+    loader = patch_dataloader_to_ddp(raw, rank=0, num_replicas=1)
+    loader.set_epoch(3)
+    assert flat(loader) == [(index + 1) % 8 for index in range(8)]
 
 
 def test_a_sampler_that_counts_nothing_is_drawn_once_to_see_that() -> None:
