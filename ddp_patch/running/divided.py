@@ -292,7 +292,7 @@ class Later(torch.Tensor):
     Autograd sees a tensor as any other: what it records does not ask for the numbers.
     """
 
-    __torch_function__ = no_torch_function()
+    __torch_function__: Any = no_torch_function()
     of_part: tuple[Part, Layout, torch.Tensor]
     _whole: torch.Tensor | None
 
@@ -317,14 +317,14 @@ class Later(torch.Tensor):
         return self._whole
 
     # What asks for the numbers in C.
-    numpy = _by_reading("numpy")
-    tolist = _by_reading("tolist")
-    data_ptr = _by_reading("data_ptr")
-    untyped_storage = _by_reading("untyped_storage")
-    __array__ = _by_reading("__array__")
-    __dlpack__ = _by_reading("__dlpack__")
-    __reduce_ex__ = _by_reading("__reduce_ex__")
-    __repr__ = _by_reading("__repr__")  # type: ignore[assignment]  # its options are torch's own
+    numpy: Any = _by_reading("numpy")
+    tolist: Any = _by_reading("tolist")
+    data_ptr: Any = _by_reading("data_ptr")
+    untyped_storage: Any = _by_reading("untyped_storage")
+    __array__: Any = _by_reading("__array__")
+    __dlpack__: Any = _by_reading("__dlpack__")
+    __reduce_ex__: Any = _by_reading("__reduce_ex__")
+    __repr__: Any = _by_reading("__repr__")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch declares no class
