@@ -12,7 +12,9 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests", "lint", "types"]
 
 INTEGRATIONS = ["tests/integrations", "docs/recipes.md", "docs/streams.md"]  # what needs other packages
-WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in [*INTEGRATIONS, "tests/torchft", "tests/nodes"]]
+WITHOUT_INTEGRATIONS = [
+    f"--ignore={path}" for path in [*INTEGRATIONS, "tests/deepspeed", "tests/torchft", "tests/nodes"]
+]
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # The lowest versions that the package says it works with, and the newest Python.
@@ -33,6 +35,7 @@ MEASURED = [
     "peers",
     "packages",
     "unpatched",
+    "deepspeed",
     "torchft",
     "restarts",
     "pictures",
@@ -149,6 +152,18 @@ def torchft(session: nox.Session) -> None:
     run_tests(session, "tests/torchft")
     environment = {"PYTHONPATH": "docs/examples/frameworks", "OMP_NUM_THREADS": "1"}
     session.run("python", "-W", "ignore", "benchmarks/replicas.py", *session.posargs, env=environment)
+
+
+@nox.session(requires=["package"])
+def deepspeed(session: nox.Session) -> None:
+    """Train and resume with DeepSpeed, and see what it does unpatched, for ``docs/frameworks.md``; needs a compiler."""
+    install_wheel(session, "test,deepspeed")
+    # It needs torch to build, and installs no parts that it compiles, of which it has gloo's when it is first used.
+    install(session, "--no-build-isolation", "--no-deps", "deepspeed")
+    session.run("python", "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()")
+    run_tests(session, "tests/deepspeed", *session.posargs)
+    environment = {"PYTHONPATH": os.pathsep.join(["tests", "tests/integrations"]), "OMP_NUM_THREADS": "1"}
+    session.run("python", "-W", "ignore", "benchmarks/unpatched.py", "with_deepspeed", env=environment)
 
 
 @nox.session(requires=["package"])
