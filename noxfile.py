@@ -12,9 +12,8 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests", "lint", "types"]
 
 INTEGRATIONS = ["tests/integrations", "docs/recipes.md", "docs/streams.md"]  # what needs other packages
-WITHOUT_INTEGRATIONS = [
-    f"--ignore={path}" for path in [*INTEGRATIONS, "tests/deepspeed", "tests/torchft", "tests/nodes"]
-]
+APART = ["tests/deepspeed", "tests/torchft", "tests/torchtitan", "tests/nodes"]  # what has sessions of its own
+WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in [*INTEGRATIONS, *APART]]
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # The lowest versions that the package says it works with, and the newest Python.
@@ -36,6 +35,7 @@ MEASURED = [
     "packages",
     "unpatched",
     "deepspeed",
+    "torchtitan",
     "torchft",
     "restarts",
     "pictures",
@@ -158,12 +158,23 @@ def torchft(session: nox.Session) -> None:
 def deepspeed(session: nox.Session) -> None:
     """Train and resume with DeepSpeed, and see what it does unpatched, for ``docs/frameworks.md``; needs a compiler."""
     install_wheel(session, "test,deepspeed")
-    # It needs torch to build, and installs no parts that it compiles, of which it has gloo's when it is first used.
-    install(session, "--no-build-isolation", "--no-deps", "deepspeed")
-    session.run("python", "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()")
+    # It needs torch to build. What ranks without GPUs need of it is compiled now: else each of them would, for minutes.
+    compiled = {"DS_BUILD_SHM_COMM": "1"}
+    session.install("-c", "constraints.txt", "--no-build-isolation", "--no-deps", "deepspeed", env=compiled)
     run_tests(session, "tests/deepspeed", *session.posargs)
     environment = {"PYTHONPATH": os.pathsep.join(["tests", "tests/integrations"]), "OMP_NUM_THREADS": "1"}
     session.run("python", "-W", "ignore", "benchmarks/unpatched.py", "with_deepspeed", env=environment)
+
+
+@nox.session(requires=["package"])
+def torchtitan(session: nox.Session) -> None:
+    """Resume by torchtitan's checkpoints, and see what it does unpatched, for ``docs/frameworks.md``; about 3 GB."""
+    install_wheel(session, "test,torchtitan")
+    # All of its needs would be what reports to others, too.
+    install(session, "--no-deps", "torchtitan", "torch_checkpointing")
+    run_tests(session, "tests/torchtitan", *session.posargs)
+    environment = {"PYTHONPATH": os.pathsep.join(["tests", "tests/integrations"]), "OMP_NUM_THREADS": "1"}
+    session.run("python", "-W", "ignore", "benchmarks/unpatched.py", "with_torchtitan", env=environment)
 
 
 @nox.session(requires=["package"])

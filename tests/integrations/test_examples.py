@@ -9,8 +9,8 @@ import pytest
 
 from ddp_patch import integrations
 
-# torchft is in a session of its own.
-NAMES = sorted({module.name for module in pkgutil.iter_modules(integrations.__path__)} - {"torchft"})
+# These are in sessions of their own.
+NAMES = sorted({module.name for module in pkgutil.iter_modules(integrations.__path__)} - {"torchft", "torchtitan"})
 
 
 @pytest.mark.parametrize("name", NAMES)
