@@ -37,7 +37,8 @@ def train(
 ) -> list[int]:
     """Train some batches up to a checkpoint, or from there to the epoch's end; return this rank's samples."""
     engine, _ = engine_of(stage, universal=tag is not None and "universal" in tag)
-    loader: Any = DataLoader(torch.arange(float(N))[:, None], batch_size=4, shuffle=True)
+    numbers: Any = torch.arange(float(N))[:, None]
+    loader: Any = DataLoader(numbers, batch_size=4, shuffle=True)
     loader = patch_dataloader_to_ddp(loader, seed=3, rank=rank, num_replicas=world_size)
     if tag is not None:
         _, kept = engine.load_checkpoint(folder, tag)

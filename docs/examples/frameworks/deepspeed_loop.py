@@ -14,8 +14,12 @@ torch.manual_seed(0)  # so that all ranks make the same random data
 x = torch.randn(64, 3)
 loader = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4, shuffle=True)
 model = torch.nn.Linear(3, 1)
-config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-config |= {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 1},
+    "zero_allow_untested_optimizer": True,
+}
 engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
 loader = patch_dataloader_to_ddp(loader)
 begun = 0

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader
 
 from ddp_patch.integrations.torchtitan import PatchedDataLoader
@@ -31,8 +32,8 @@ dist.init_process_group("gloo")
 world = {"dp_world_size": dist.get_world_size(), "dp_rank": dist.get_rank()}  # of its mesh
 loader = Tokens.Config().build(**world, tokenizer=None, seq_len=8, local_batch_size=4)
 if len(sys.argv) > 1:
-    dcp.load({"dataloader": loader}, checkpoint_id=sys.argv[1])
+    load({"dataloader": loader}, checkpoint_id=sys.argv[1])
 for inputs, labels in islice(loader, 3):
     assert inputs["input"].shape == labels.shape == (4, 8)
-dcp.save({"dataloader": loader}, checkpoint_id="checkpoints/step-3")
+save({"dataloader": loader}, checkpoint_id="checkpoints/step-3")
 dist.destroy_process_group()
