@@ -203,8 +203,8 @@ def run_on_twins(command: str) -> tuple[int, str, str]:
     return run_command(command, environment=_twins(command))
 
 
-# What a rank of torch's own, with DistributedDataParallel and gloo, prints once in some forty runs when it exits, after
-# the last line of its script: torch destroys a thread that it has not joined. A script without this package does so, too.
+# What torch prints when a rank with DistributedDataParallel and gloo exits, after the last line of its script, once in
+# some forty runs: a thread is destroyed that was not joined. A script without this package prints it, too.
 ABORTED = "terminate called without an active exception"
 
 
