@@ -1,0 +1,1 @@
+# The base class alone: torchtitan is not there where types are checked.
