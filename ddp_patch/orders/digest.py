@@ -159,10 +159,17 @@ def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of ty
                 yield from _encoded(getattr(item, field.name))
         case _ if not _BY_REPR.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__):
             yield repr(item).encode()
-        case _ if _size(item):
-            for held in getattr(item, "__dict__", {}).values():
-                if type(held) in {list, tuple} and len(held) == _size(item):
+        case _ if (lists := _lists_in(item)) and (
+            size := _size(item)
+        ):  # its length is the user's code, and may be slow
+            for held in lists:
+                if len(held) == size:
                     yield from _encoded(held[:_ELEMENTS])
+
+
+def _lists_in(item: Any) -> list[Any]:
+    """Return the lists and tuples among an object's attributes."""
+    return [held for held in getattr(item, "__dict__", {}).values() if type(held) in {list, tuple}]
 
 
 def _size(item: Any) -> int | None:

@@ -347,3 +347,26 @@ def test_a_function_of_the_users_says_what_identifies_the_data() -> None:
 def test_a_function_that_returns_nothing_is_refused() -> None:
     with raises(InvalidOptionError, ("returned None", "Holding"), ("Let it return", "fingerprint=None")):
         data_digest(Holding(), lambda _: None, ())
+
+
+class Slow:
+    """A sample whose methods take long."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        Slow.asked += 1
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        Slow.asked += 1
+        return True
+
+    def __hash__(self) -> int:
+        Slow.asked += 1
+        return 1
+
+
+def test_no_method_of_a_sample_is_called_at_the_patch() -> None:
+    assert columns_of(Holding(rows=[Slow() for _ in range(N)]))
+    assert not Slow.asked
