@@ -62,4 +62,9 @@ def test_a_node_has_other_data(kind: str, how: str, tmp_path: Path) -> None:
                 else:
                     files["file-1"] = [*range(105, 110)]
             write(node, files, order)
-        assert "RankMismatchError" in told(net.ranks(PROGRAMS / "of_this_node.py", kind))
+        programs = net.ranks(PROGRAMS / "of_this_node.py", kind)
+        if (kind, how) == ("stream", "an older file"):  # numbers alone differ, as where each node augments
+            assert [program.wait() for program in programs] == [0, 0]
+            assert any("RankMismatchWarning" in program.output for program in programs)
+        else:
+            assert "RankMismatchError" in told(programs)
