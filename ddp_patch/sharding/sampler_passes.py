@@ -269,7 +269,7 @@ class SamplerPasses(Passes[T]):
         Warns:
             StreamOrderWarning: Some were drawn before the change; or later epochs are not those of one process.
         """
-        is_first = not draw.has_adapted
+        had_adapted = draw.has_adapted
         if not draw.adapts():
             return False
         why = ""
@@ -280,7 +280,7 @@ class SamplerPasses(Passes[T]):
                 "it also draws from a generator of its own, which begins every epoch with a state of that epoch: so "
                 "the later epochs are those of the loader patched for one rank, and not those of the unpatched one. "
             )
-        if why and is_first and self.is_first("adapts") and self.plan.rank == 0:
+        if why and not had_adapted and self.is_first("adapts") and self.plan.rank == 0:
             warnings.warn(
                 f"{self.name} was changed within a pass, as samplers are that learn: from now on each step is drawn "
                 f'when it is asked for, by what it has learned until then; but {why}See "Samplers that learn" in '

@@ -4,6 +4,7 @@ import ast
 import inspect
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import yaml
 from commands import COMMANDS, NOT_RUN, READERS, found_in_pages
 from compatibility import PAGE, row, with_row
-from documented import CHECKOUT, nox_sessions, regions_of, run_command
+from documented import ABORTED, CHECKOUT, nox_sessions, regions_of, run_command
 from torch.distributed.run import get_args_parser
 from zoo import KINDS
 
@@ -435,3 +436,20 @@ def test_a_session_writes_its_own_line() -> None:
     assert line.endswith(" | 1,234 | 5 |")
     with pytest.raises(ValueError, match="0 lines"):
         with_row(page, row("other", 1, 0))
+
+
+ABORTS = "failed (exitcode: -6)"
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ([ABORTED, ABORTS], 0),
+        ([ABORTED], 3),  # not a rank of torchrun's
+        ([ABORTS], 3),  # another abort
+        ([ABORTED, ABORTS, "[rank0]: Traceback (most recent call last):"], 3),
+    ],
+)
+def test_an_abort_of_torchs_alone_is_no_failure_of_a_command(said: list[str], status: int) -> None:
+    command = "; ".join([*(f"echo {shlex.quote(line)} >&2" for line in said), "exit 3"])
+    assert run_command(command)[0] == status
