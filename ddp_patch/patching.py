@@ -506,9 +506,7 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
 
 def _even_steps(facts: LoaderFacts[Any], sharded: Any) -> BatchesOf | None:
     """Return a function that gives all ranks equally many steps; None if all ranks read equally much."""
-    world, options = sharded.agreed.world, sharded.agreed.options
-    is_split = facts.unit is ShardedUnit.ITERABLE and options.by_worker
-    if not is_split or world.share_of_rank is None or world.num_replicas == 1:
+    if facts.unit is not ShardedUnit.ITERABLE or not sharded.rank_passes.sends_batches:
         return None
     from ddp_patch.streams.even_steps import even_batches  # few loaders need this function
 
@@ -519,7 +517,7 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     """Return the sampler that begins the epochs of a sharded iterable dataset, and the loader's new attributes."""
     # Imported here, because most loaders do not need it.
     from ddp_patch.streams.dataset import begin_worker
-    from ddp_patch.streams.stream_sampler import StreamSampler
+    from ddp_patch.streams.stream_passes import StreamSampler
 
     sampler = StreamSampler(facts, agreed)
     new: dict[str, Any] = {"dataset": sampler.dataset, "sampler": sampler}

@@ -337,57 +337,43 @@ class WorkerSeeding:
 _WAITS_S = 30.0
 
 
-class _Turns:
-    """A lock, under which one thread of the process at a time swaps random states.
-
-    All threads share the global generators. If two threads swapped states at once, each would take the other's private
-    states for the states of the training.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._names: list[str] = []  # of the loaders whose draws hold the lock, the outermost first
-
-    def take(self, name: str) -> None:
-        """Acquire the lock for a draw from the loader of this name.
-
-        Raises:
-            UnsupportedLoaderError: Another thread holds the lock for too long.
-        """
-        if not self._lock.acquire(timeout=_WAITS_S):
-            other = next(iter(self._names), "another loader")
-            raise UnsupportedLoaderError(
-                f"A thread waited {_WAITS_S:.0f} s to draw from {name}, while another thread reads {other}. Both need "
-                "the process's random states (torch, numpy, random), which one of them can have at a time: perhaps "
-                f"{other} waits for this thread. Use workers for one of them (num_workers=1), or iterate both in one "
-                "thread."
-            )
-        self._names.append(name)
-
-    def leave(self) -> None:
-        """Release the lock."""
-        self._names.pop()
-        self._lock.release()
-
-
-_turns = _Turns()
+# All threads share the global generators. If two threads swapped states at once, each would take the other's private
+# states for the states of the training. So one at a time has this lock. The names are of the loaders whose draws hold
+# it, the outermost first.
+_turns = threading.RLock(), list[str]()
 
 
 @contextmanager
 def one_at_a_time(name: str = "another loader") -> Iterator[None]:
-    """While entered, let no other thread swap random states; ``name`` is the loader in errors."""
-    turns = _turns
-    turns.take(name)
+    """While entered, let no other thread swap random states.
+
+    Args:
+        name: The loader in errors.
+
+    Raises:
+        UnsupportedLoaderError: Another thread swaps them for too long.
+    """
+    lock, names = _turns
+    if not lock.acquire(timeout=_WAITS_S):
+        other = next(iter(names), "another loader")
+        raise UnsupportedLoaderError(
+            f"A thread waited {_WAITS_S:.0f} s to draw from {name}, while another thread reads {other}. Both need "
+            "the process's random states (torch, numpy, random), which one of them can have at a time: perhaps "
+            f"{other} waits for this thread. Use workers for one of them (num_workers=1), or iterate both in one "
+            "thread."
+        )
+    names.append(name)
     try:
         yield
     finally:
-        turns.leave()
+        names.pop()
+        lock.release()
 
 
 def _allow_swapping() -> None:
     """Replace the lock in a worker that was forked while another thread held it."""
     global _turns
-    _turns = _Turns()
+    _turns = threading.RLock(), []
 
 
 if hasattr(os, "register_at_fork"):
@@ -504,7 +490,9 @@ class PrivateRNG:
         return not self._was_moved and now.values() == self._first.values()
 
     def switch_to_worker(self, reader: int) -> None:
-        """Change to the private states of a worker that reads a part of the epoch; at once, if entered."""
+        """Change, once, to the private states of a worker that reads a part of the epoch; at once, if entered."""
+        if self._key[0] == _PART:
+            return
         self._was_moved = not self.drew_nothing
         self._key, self._first = (_PART, self._key[1], reader), None
         self._private = self._at_first()
@@ -512,8 +500,8 @@ class PrivateRNG:
             self._private.install()
 
     def __enter__(self) -> None:
-        self._turn = _turns
-        self._turn.take(self._name)
+        self._turn = one_at_a_time(self._name)
+        self._turn.__enter__()
         if self._private is not None:
             self._found = GlobalState.capture()
             self._private.install()
@@ -530,7 +518,7 @@ class PrivateRNG:
         if self._private is not None:
             self._private = GlobalState.capture()
             self._found.install()
-        self._turn.leave()
+        self._turn.__exit__(None, None, None)
 
 
 @contextmanager

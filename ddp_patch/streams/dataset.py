@@ -1,30 +1,38 @@
-"""What stands in a loader for an iterable dataset, and a reader's passes over it: which items they give, and report."""
+"""What stands in a loader for an iterable dataset, and how a process reads it: what a pass gives, and reports."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, repeat
-from typing import Any, Generic, TypeVar, cast
+from types import SimpleNamespace
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ddp_patch.compat.private_packages import loses_items_when_loaded
+from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError
+from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.orders.chunks import Drawn, split_chunks
-from ddp_patch.orders.random_states import EpochCounter, random_generators
+from ddp_patch.orders.random_states import EpochCounter, is_stateful, random_generators, set_generator_states
 from ddp_patch.positions_and_padding import Plan, require_steps
+from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.balancing import part_of_batch
-from ddp_patch.sharding.saved_state import NotedBatch
+from ddp_patch.sharding.saved_state import NotedBatch, Position
 from ddp_patch.sharding.state_text import from_text
 from ddp_patch.sharding.wrapper_attributes import AttributeProxy
 from ddp_patch.streams import messages
-from ddp_patch.streams.dataset_reading import NOTHING, DatasetReading
+from ddp_patch.streams.dataset_reading import NOTHING, RANK, DatasetReading, written_state
 from ddp_patch.streams.item_names import marked
-from ddp_patch.streams.reader import StreamReader
-from ddp_patch.streams.reported_pass import BEGUN, ENDED, PARTS, STREAM
-from ddp_patch.streams.stream_share import StreamShare, this_worker
+from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, Report, SharedReports
+from ddp_patch.streams.stream_share import PartStart, StreamShare, this_worker
 
 T = TypeVar("T")
+
+# The questions by which a dataset can split itself over workers, and all that tell it which worker it is in.
+_SPLITTING = frozenset({"id", "num_workers"})
+_TELLING = _SPLITTING | {"seed"}
 
 
 class ShardedIterable(AttributeProxy, IterableDataset[T]):
@@ -46,7 +54,7 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
     # The dataset's own state is a position in the whole stream, and not in this share.
     _hidden = frozenset({"state_dict", "load_state_dict"})
 
-    def __init__(self, reader: StreamReader[T]) -> None:
+    def __init__(self, reader: "StreamReader[T]") -> None:
         self._dataset, self._reader = reader.dataset, reader
         self._seal()
 
@@ -68,11 +76,11 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
             )
 
     def __len__(self) -> int:
-        resumed = self._reader.resumed
-        return len(self._reader.share.plan.share(self._reader.length(), resumed.left_out if resumed else 0))
+        resumed, length = self._reader.resumed, len(cast(Any, self._dataset))
+        return len(self._reader.share.plan.share(length, resumed.left_out if resumed else 0))
 
     def __iter__(self) -> Iterator[T]:
-        yield from ReaderPass(self._reader).items()  # begins when the first item is asked for
+        return self._reader.items()
 
 
 def begin_worker(worker_init_fn: Callable[[int], object] | None, epochs: EpochCounter, worker_id: int) -> None:
@@ -89,6 +97,175 @@ def begin_worker(worker_init_fn: Callable[[int], object] | None, epochs: EpochCo
     info.dataset._reader.prepare(epochs.passes + 1, epochs.upcoming, worker_init_fn)
 
 
+def generators_only(dataset: object) -> SimpleNamespace:
+    """Return an object that holds a dataset's random generators, and not its own state, which is a position in it."""
+    return SimpleNamespace(generators=random_generators([dataset]))
+
+
+# ---- a process that reads ----
+
+
+class Resumed(NamedTuple):
+    """A pass that continues at a position, in readers that are started from now on.
+
+    Attributes:
+        number: Which pass.
+        position: Where it continues.
+        left_out: How many items of its epoch ``len()`` leaves out.
+    """
+
+    number: int
+    position: Position
+    left_out: int
+
+
+class StreamReader(Generic[T]):
+    """Reads a stream in one process. The main process has one, and each of the loader's workers a copy of it.
+
+    Args:
+        given: The loader that the user gave.
+        agreed: What the ranks agreed on.
+        is_compared: Whether the ranks compare what is read.
+
+    Attributes:
+        dataset: The dataset that the user gave.
+        name: Its class, as errors name it.
+        share: The rank's share of it.
+        shared: The memory in which passes are begun and reported.
+        asked: What the dataset asked of its surroundings, in this process or before it was started. The dataset may
+            remember the answers, so no question is forgotten.
+        resumed: The pass that continues at a position, if one does.
+    """
+
+    def __init__(self, given: LoaderFacts[Any], agreed: Agreed, *, is_compared: bool) -> None:
+        self.dataset: IterableDataset[T] = given.dataset
+        self.name: str = type(given.dataset).__name__
+        is_position = is_stateful(given.dataset) and not loses_items_when_loaded(given.dataset)
+        splits_itself = agreed.options.by_worker
+        self.share: StreamShare = StreamShare(
+            agreed.plan,
+            agreed.batch_plan,
+            given.batching,
+            agreed.seed,
+            readers=max(1, given.num_workers),
+            splits_itself=splits_itself,
+            takes_states=is_position and not splits_itself,
+            is_compared=is_compared,
+        )
+        self.shared: SharedReports = SharedReports(self.share.readers)
+        self.asked: set[str] = set()
+        self.resumed: Resumed | None = None
+        self._chosen_epoch: int | None = None  # which the user told the dataset last, if no pass has begun since
+        self._made_for: int | None = None  # the part for which a worker_init_fn prepared the dataset
+        self._first_pass: int | None = None  # for which a worker was started
+        self._is_underway = False  # the dataset was read, and not to its end, here or before the process was started
+        self._latest: ReaderPass[T] | None = None  # the pass that gave the latest item
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_latest": None}  # no pass goes on in a copy
+
+    # ---- the next pass ----
+
+    def choose_epoch(self, tell: Callable[[int], object], epoch: int) -> None:
+        """Tell the dataset an epoch of the user's, over which the next pass is."""
+        tell(epoch)
+        self._chosen_epoch = epoch
+
+    def take_chosen_epoch(self) -> int | None:
+        """Return the epoch that the user told the dataset since this was called last; None if there is none."""
+        chosen, self._chosen_epoch = self._chosen_epoch, None
+        return chosen
+
+    def resume_at(self, resumed: Resumed) -> None:
+        """Let a pass continue at a position."""
+        self.resumed = resumed
+
+    def forget_resumed(self, number: int | None = None) -> None:
+        """Let no pass continue at a position, and ``len()`` count whole epochs again.
+
+        Args:
+            number: Only if this pass was to continue. Default: whichever was.
+        """
+        if self.resumed is not None and number in {None, self.resumed.number}:
+            self.resumed = None
+
+    def resumed_at(self, number: int, epoch: int) -> Position | None:
+        """Return the position where pass ``number``, over an epoch, continues; None if the pass begins the epoch."""
+        if (resumed := self.resumed) is None or (resumed.number, resumed.position.epoch) != (number, epoch):
+            return None
+        return resumed.position
+
+    def unread_state(self) -> bytes | None:
+        """Return the dataset's own state, as text, if it was not read yet, or was read to its end."""
+        return None if self._is_underway or not self.share.takes_states else written_state(self.dataset)
+
+    # ---- a pass ----
+
+    def prepare(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
+        """Prepare this worker for pass ``number``: call the user's function, which may make the dataset another one.
+
+        If the dataset stays as it was, the function's questions do not count: most functions ask for a number, or a
+        rank, to seed a worker.
+        """
+        self._first_pass = number
+        if worker_init_fn is None:
+            return
+        part = self._start(self.resumed_at(number, epoch)).part
+        asked, before = set[str](), dict(getattr(self.dataset, "__dict__", {}))
+        info = self.share.worker_info(part, epoch, self.dataset, asked.add)
+        with worker_info_told(info), rank_noted(partial(asked.add, RANK)):
+            worker_init_fn(self.share.worker_of(part)[0])
+        after = getattr(self.dataset, "__dict__", {})
+        is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
+        if is_changed or "dataset" in asked:
+            self.asked, self._made_for = {*_SPLITTING, *({RANK} & asked)}, part
+
+    def _start(self, position: Position | None) -> PartStart:
+        """Return where this worker begins at a position, or at the beginning of an epoch."""
+        start = self.share.start(position, this_worker()[0])
+        return start if position is not None or self._made_for is None else start._replace(part=self._made_for)
+
+    def items(self) -> Iterator[T]:
+        """Begin a pass when its first item is asked for, and yield the items of this reader."""
+        current, report = self._begin()
+        for item in current.items():
+            self._latest = current
+            yield item
+        self._is_underway = False
+        if (state := self.unread_state()) is not None:
+            report.store_state(ENDED, state)
+
+    def _begin(self) -> "tuple[ReaderPass[T], Report]":
+        """Return a pass and its report. By now the main process has begun the pass.
+
+        A worker's first pass is the one for which it was started, although later ones may have begun since.
+        """
+        begun, self._first_pass = self.shared.begun(self._first_pass), None
+        if begun is None or this_worker()[1] != self.share.readers:
+            raise messages.no_pass_begun(self.name)
+        number, epoch = begun
+        if (position := self.resumed_at(number, epoch)) is not None and position.is_within_pass:
+            # In workers too: a loader may have drawn its workers' seed from these generators since.
+            set_generator_states([generators_only(self.dataset)], [state for _, state in position.states.generators])
+        start, report = self._start(position), self.shared.report(number, this_worker()[0])
+        if not start.taken and not start.known.initial_state and (state := self.unread_state()) is not None:
+            report.store_state(BEGUN, state)
+            start = start._replace(known=replace(start.known, initial_state=(from_text(state.decode()),)))
+        self._is_underway = True
+        return ReaderPass(self, number, epoch, start, report), report
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Return a batch, in a ``NotedBatch`` if the pass that read its samples notes the dataset's state.
+
+        Args:
+            collate_fn: The loader's.
+            samples: The batch's samples.
+        """
+        note = None if self._latest is None else self._latest.note()  # before the user's function may read on
+        batch = collate_fn(samples)
+        return batch if note is None else note._replace(batch=batch)
+
+
 # ---- a pass ----
 
 
@@ -96,29 +273,25 @@ class ReaderPass(Generic[T]):
     """One reader's pass over an epoch, or over what is left of one.
 
     Args:
-        reader: Knows which pass has begun.
+        reader: The reader.
+        number: Which pass.
+        epoch: The epoch.
+        start: Where the reader begins.
+        report: What the reader reports of the pass.
     """
 
-    def __init__(self, reader: StreamReader[T]) -> None:
-        self._reader, self._share = reader, reader.share
-        self._number, epoch, start = reader.begin()
-        self._index, _ = this_worker()
-        self._report = reader.shared.report(self._number, self._index)
-        if not start.taken and not start.known.initial_state and (state := reader.unread_state()) is not None:
-            self._report.store_state(BEGUN, state)
-            start = start._replace(known=replace(start.known, initial_state=(from_text(state.decode()),)))
-        reader.is_underway = True
-        self._start, self._reading = start, DatasetReading(reader, epoch, start, self._report)
+    def __init__(self, reader: StreamReader[T], number: int, epoch: int, start: PartStart, report: Report) -> None:
+        self._reader, self._share, self._number, self._start, self._report = reader, reader.share, number, start, report
+        self._reading: DatasetReading[T] = DatasetReading(
+            reader.dataset, reader.share, epoch, start, reader.asked, report
+        )
         self._place = 0  # how many items of the rank's share the reader has gone through
         self._takes_turns = not self._share.splits_itself  # readers of one stream give its batches in turn
 
-    # ---- what it gives ----
-
     def items(self) -> Iterator[T]:
         """Read the dataset, and yield this rank's items of the stream, or of this reader's part of it."""
-        reader, share = self._reader, self._share
-        first = self._reading.begin()
-        read = self._reading.from_beginning() if first is None else self._reading.from_state()
+        share = self._share
+        read, first = self._reading.begin()
         if first is None and share.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
             read = marked(read, self._report)
         plan = Plan(0, 1) if share.splits_itself else share.plan  # a part is of one rank
@@ -126,28 +299,26 @@ class ReaderPass(Generic[T]):
         rounds = chain([1, share.batching.size - 1 or 1], repeat(share.batching.size))
         stream, taken = self._detecting_split(read), self._start.taken
         # These are samples, not indices, so they need no copies.
-        drawn = Drawn(stream, lambda: self._reading, plan, taken=taken, first=first, rounds=rounds, copies=False)
-        own = self._of_reader(chain.from_iterable(split_chunks(plan, drawn, self._note_end)))
-        yield from own if share.batch_plan is None else _divided(own, share, share.batch_plan, reader.name)
-        reader.is_underway = False
-        if (state := reader.unread_state()) is not None:
-            self._report.store_state(ENDED, state)
+        drawn = Drawn(stream, self._reading.entered, plan, taken=taken, first=first, rounds=rounds, copies=False)
+        own = self._of_reader(split_chunks(plan, drawn, self._note_end))
+        return own if share.batch_plan is None else _divided(own, share, share.batch_plan, self._reader.name)
 
-    def _of_reader(self, of_rank: Iterator[T]) -> Iterator[T]:
-        """Yield those of the rank's items that this reader gives."""
-        size, readers = self._share.batching.size, self._share.readers
-        for item in of_rank:
-            is_own = not self._takes_turns or self._place // size % readers == self._index
-            self._place += 1
-            if is_own:
-                self._reader.note = self._note
+    def _of_reader(self, of_rank: Iterator[list[T]]) -> Iterator[T]:
+        """Yield those of the rank's items that this reader gives. Each list lies within one batch."""
+        size, readers, index = self._share.batching.size, self._share.readers, this_worker()[0]
+        for items in of_rank:
+            if self._takes_turns and self._place // size % readers != index:
+                self._place += len(items)
+                continue
+            for item in items:
+                self._place += 1
                 yield item
 
-    def _note(self) -> NotedBatch | None:
+    def note(self) -> NotedBatch | None:
         """Return what travels with the batch of which the last item was just given: the dataset's state, if known."""
         batches, over = divmod(self._place, self._share.batching.size)
         state = None if over or self._share.splits_itself else self._reading.state_now()
-        return None if state is None else NotedBatch(self._index, batches, state)
+        return None if state is None else NotedBatch(this_worker()[0], batches, state)
 
     def _note_end(self, length: int) -> None:
         """Report where the stream ended; refuse an end that contradicts the other readers' or a state.
@@ -189,7 +360,7 @@ class ReaderPass(Generic[T]):
         """
         asked, (_, workers) = self._reader.asked, self._share.worker_of(self._start.part)
         first = next(read, NOTHING)
-        is_part = workers > 1 and asked.worker
+        is_part = workers > 1 and not asked.isdisjoint(_TELLING)
         if is_part:
             self._reading.use_own_states()
         if not self._share.splits_itself:
@@ -207,7 +378,7 @@ class ReaderPass(Generic[T]):
             yield from read
             return
         for item in read:
-            if asked.worker:
+            if asked and not asked.isdisjoint(_TELLING):
                 raise messages.split_in_part(self._reader.name, self._share.readers, messages.ASKED_LATE)
             yield item
 
@@ -217,9 +388,9 @@ class ReaderPass(Generic[T]):
         A dataset whose class says ``is_ddp_aware = False`` may ask for its rank, as for a log.
         """
         asked, name = self._reader.asked, self._reader.name
-        if asked.rank and not may_ask_rank(self._reader.dataset):
+        if RANK in asked and not may_ask_rank(self._reader.dataset):
             raise messages.asked_for_rank(name)
-        if not asked.may_split:
+        if asked.isdisjoint(_SPLITTING):
             raise messages.asked_for_too_little(name)
 
     def _require_one_way(self) -> None:

@@ -1,7 +1,7 @@
 """How a reader reads the user's dataset in one pass: as one process does, from the beginning or from its own state."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -14,99 +14,110 @@ from ddp_patch.errors import StateError
 from ddp_patch.orders.digest import fingerprint, number_of, number_or_zero
 from ddp_patch.orders.random_states import PrivateRNG, generator_states, is_stateful, look
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, StreamStart
+from ddp_patch.sharding.state_text import as_text
 from ddp_patch.streams.item_names import ItemNames
 from ddp_patch.streams.messages import other_stream
-from ddp_patch.streams.reader import StreamReader, tell_epoch
-from ddp_patch.streams.reported_pass import PARTS
-from ddp_patch.streams.reports import Report
-from ddp_patch.streams.stream_share import Asked, PartStart
+from ddp_patch.streams.reports import LARGEST, PARTS, Report
+from ddp_patch.streams.stream_share import PartStart, StreamShare
 
 T = TypeVar("T")
 
 # Stands for an item where there is none.
 NOTHING: Any = object()
+# What a dataset notes of its surroundings when it asks for its rank, beside names of the worker info's attributes.
+RANK: Final = "rank"
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
 _LATEST_ITERATORS: Final[WeakKeyDictionary[Any, Callable[[], Any]]] = WeakKeyDictionary()
 
 
-class DatasetReading(AbstractContextManager[None], Generic[T]):
+def tell_epoch(dataset: object, epoch: int) -> None:
+    """Tell a dataset its epoch, if it has a method for that."""
+    if callable(tell := getattr(dataset, "set_epoch", None)):
+        tell(epoch)
+
+
+def written_state(dataset: Any) -> bytes | None:
+    """Return a dataset's own state now, as text; None if it has none, or one that is too large or no text."""
+    with suppress(Exception):  # the user's code; without a state its stream is read again
+        written = as_text(dataset.state_dict()).encode()
+        return written if len(written) <= LARGEST else None
+    return None
+
+
+class DatasetReading(Generic[T]):
     """Reads a dataset in one pass, and returns the dataset's own state where that is a position in the stream.
 
-    The reading is entered once for each batch. Meanwhile the dataset sees the worker info of the unpatched loader, and
-    draws from the epoch's random states. All readers begin with the same states, so that a dataset may shuffle its
-    files and then take its part.
-
     Args:
-        reader: Holds the dataset.
+        dataset: The dataset.
+        share: The rank's share of it.
         epoch: The epoch.
         start: Where the reader begins.
+        asked: Gets the names of what the dataset asks of its surroundings.
         report: Takes a description of the first items.
 
     Attributes:
-        spent_s: How many seconds the reading was entered.
+        spent_s: How many seconds the dataset took.
     """
 
-    def __init__(self, reader: StreamReader[T], epoch: int, start: PartStart, report: Report) -> None:
+    def __init__(
+        self, dataset: Any, share: StreamShare, epoch: int, start: PartStart, asked: set[str], report: Report
+    ) -> None:
         self.spent_s: float = 0.0
-        self._reader, self._epoch, self._start, self._report = reader, epoch, start, report
-        info = partial(reader.share.worker_info, start.part, epoch, reader.dataset)
-        self._info, self._unnoted_info = worker_info_told(info(reader.asked)), worker_info_told(info(Asked()))
-        self._states, self._are_own = self._new_states(), False
-        self._is_at_end = False  # the dataset has no more items
+        self._dataset, self._share, self._epoch, self._start = dataset, share, epoch, start
+        self._asked, self._report = asked, report
+        self._info = worker_info_told(share.worker_info(start.part, epoch, dataset, asked.add))
+        self._states = self._new_states()
         self._is_drawn = False  # the stream may have been read before
         # Whether the dataset's own state is its position, and the states of its generators when the pass began.
-        self._has_state = reader.share.takes_states
-        self._generators = generator_states([reader.dataset]) if self._has_state else ()
-
-    def __enter__(self) -> None:
-        self._info.__enter__()  # first: a torch without that raises
-        self._states.__enter__()
-        self._began_s = perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self.spent_s += perf_counter() - self._began_s
-        self._states.__exit__(None, None, None)
-        self._info.__exit__()
+        self._has_state = share.takes_states
+        self._generators = generator_states([dataset]) if self._has_state else ()
 
     def _new_states(self) -> PrivateRNG:
-        return PrivateRNG(self._reader.share.seed.value, self._epoch, name=self._reader.name)
+        return PrivateRNG(self._share.seed.value, self._epoch, name=type(self._dataset).__name__)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """While entered, once for each batch, show the dataset the unpatched loader's worker info and epoch's states.
+
+        All readers begin with the same states, so that a dataset may shuffle its files and then take its part.
+        """
+        with self._info, self._states:  # the info first: a torch without that raises
+            began_s = perf_counter()
+            try:
+                yield
+            finally:
+                self.spent_s += perf_counter() - began_s
 
     def use_own_states(self) -> None:
         """Let the dataset draw from states of its worker's own from now on, as in torch."""
-        if not self._are_own:
-            self._are_own = True
-            self._states.switch_to_worker(self._reader.share.worker_of(self._start.part)[0])
+        self._states.switch_to_worker(self._share.worker_of(self._start.part)[0])
 
     # ---- from where ----
 
-    def begin(self) -> list[T] | None:
-        """Tell the dataset its epoch; return the first items, if the dataset goes on from its own state; else None.
+    def begin(self) -> tuple[Iterator[T], list[T] | None]:
+        """Tell the dataset its epoch; return its items, and the first ones if it goes on from its own state.
 
         Padding repeats the first items, so they are read where there may be padding.
         """
-        plan, known = self._reader.share.plan, self._start.known
+        plan, start = self._share.plan, self._start
         with self._info:
             # Told after the generators' states were put back, because it may seed them.
-            tell_epoch(self._reader.dataset, self._epoch)
-        if not (self._has_state and known.state):
-            return None
+            tell_epoch(self._dataset, self._epoch)
+        if not (self._has_state and start.known.state):
+            return self._from_beginning(), None
         first = list[T]()
-        if plan.uneven == "pad" and self._start.taken and (repeats := plan.num_replicas - 1):
-            seen = 0 if known.first is None else known.first.seen
-            with self:
-                first = list(islice(self.from_beginning(), max(repeats, seen)))
+        if plan.uneven == "pad" and start.taken and (repeats := plan.num_replicas - 1):
+            seen = 0 if start.known.first is None else start.known.first.seen
+            with self.entered():
+                first = list(islice(self._from_beginning(), max(repeats, seen)))
             if len(first) < repeats:
-                raise other_stream(self._reader.name, seen)
+                raise other_stream(type(self._dataset).__name__, seen)
             self._states = self._new_states()
-        return first
-
-    def from_state(self) -> Iterator[T]:
-        """Yield the items that follow the dataset's own state."""
-        if self._start.way == PARTS:
+        if start.way == PARTS:
             self.use_own_states()  # the first item, after which all readers do, was read before
-        return self._followed(self._read(partial(_begun_at, self._reader.dataset, *self._start.known.state)))
+        return self._followed(self._read(partial(_begun_at, self._dataset, *start.known.state))), first
 
-    def from_beginning(self) -> Iterator[T]:
+    def _from_beginning(self) -> Iterator[T]:
         """Yield all items, and report the first ones.
 
         Raises:
@@ -121,24 +132,31 @@ class DatasetReading(AbstractContextManager[None], Generic[T]):
             self._report["starts"][first.seen - 1] = [-1 if part is None else part for part in first[1:]]
             self._report["seen"] = first.seen
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
-                raise other_stream(self._reader.name, known.seen)
+                raise other_stream(type(self._dataset).__name__, known.seen)
             yield item
             if len(seen) == RECOGNISED_BY:
                 break
         yield from self._followed(items)
 
     def _begun_anew(self) -> Iterator[T]:
-        """Begin the dataset. If its iterator has a state, the dataset's own one is no position."""
-        dataset: Any = self._reader.dataset
-        iterator, items = _begun_anew(dataset, self._start.known.initial_state, self._epoch)
+        """Begin the dataset where an epoch begins. If its iterator has a state, the dataset's own is no position."""
+        dataset, initial_state = self._dataset, self._start.known.initial_state
+        is_moved = initial_state and not _stands_at(dataset, *initial_state)  # it was read since
+        if is_moved:
+            # Its state may have random states, from which the epoch does not draw. A dataset that takes a state only
+            # once it is iterated begins anew by itself.
+            with look(), suppress(Exception):
+                dataset.load_state_dict(*initial_state)
+            tell_epoch(dataset, self._epoch)  # the state may have the epoch before
+        iterator: Iterator[T] = iter(dataset)
         self._is_drawn = iterator is dataset or _is_again(dataset, iterator)
         if iterator is not dataset and is_stateful(iterator):
             self._has_state = False
-        return items
+        return _anew_if_empty(dataset, iterator) if is_moved else iterator
 
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Yield the items of what ``begin()`` begins, by ``next()`` alone; note if the first one needs the rank."""
-        with rank_noted(self._reader.asked.note_rank):
+        with rank_noted(partial(self._asked.add, RANK)):
             iterator = begin()
             item = next(iterator, NOTHING)
         while item is not NOTHING:
@@ -146,27 +164,27 @@ class DatasetReading(AbstractContextManager[None], Generic[T]):
             item = next(iterator, NOTHING)
 
     def _followed(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the items after a dataset's state, or after those by which the stream is recognised; note the end."""
+        """Yield the items after a dataset's state, or after those by which the stream is recognised."""
         for item in items:
-            forget_loaded_state(self._reader.dataset)
+            forget_loaded_state(self._dataset)
             yield item
             break
         yield from items
-        self._is_at_end = True
+        self._has_state = False  # at the end many datasets start again
 
     def state_now(self) -> bytes | None:
         """Return the dataset's own state, as text; None if the state is no position in the stream.
 
         A dataset that drew from random states may have to draw the same again when it begins, or to go on drawing: its
-        own state does not say which, so its stream is read again. At the end many datasets start again.
+        own state does not say which, so its stream is read again.
         """
-        reader = self._reader
-        if not self._has_state or self._is_at_end or not self._states.drew_nothing:
+        if not self._has_state or not self._states.drew_nothing:
             return None
-        with self._unnoted_info:  # what the dataset asks for its state does not count
-            if generator_states([reader.dataset]) != self._generators:
+        # What the dataset asks for its state does not count.
+        with worker_info_told(self._share.worker_info(self._start.part, self._epoch, self._dataset)):
+            if generator_states([self._dataset]) != self._generators:
                 return None
-            state = reader.written_state()
+            state = written_state(self._dataset)
         self._has_state = state is not None
         return state
 
@@ -178,26 +196,7 @@ def _start_of(seen: Sequence[tuple[bytes | None, int]]) -> StreamStart:
     return StreamStart(len(seen), value, number_of(hashes) if len(set(hashes)) >= min(2, len(seen)) else None)
 
 
-# ---- how the dataset is begun: anew, or where its own state was taken ----
-
-
-def _begun_anew(dataset: Any, initial_state: Sequence[Any], epoch: int) -> tuple[Iterator[Any], Iterator[Any]]:
-    """Begin a dataset where an epoch begins; return its iterator, and what to read.
-
-    Args:
-        dataset: The dataset.
-        initial_state: Its own state where the epoch begins, as the only element, if that is known.
-        epoch: The epoch.
-    """
-    is_moved = initial_state and not _stands_at(dataset, *initial_state)  # it was read since
-    if is_moved:
-        # Its state may have random states, from which the epoch does not draw. A dataset that takes a state only once
-        # it is iterated begins anew by itself.
-        with look(), suppress(Exception):
-            dataset.load_state_dict(*initial_state)
-        tell_epoch(dataset, epoch)  # the state may have the epoch before
-    iterator: Iterator[Any] = iter(dataset)
-    return iterator, _anew_if_empty(dataset, iterator) if is_moved else iterator
+# ---- how the dataset is begun: where its own state was taken, or anew ----
 
 
 def _begun_at(dataset: Any, state: Any) -> Iterator[Any]:

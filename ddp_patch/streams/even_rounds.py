@@ -5,13 +5,11 @@ holds beyond its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 from ddp_patch.options import Uneven
 from ddp_patch.positions_and_padding import made_in_turn, turn_after
-from ddp_patch.sharding.saved_state import Position
 
 
 class Round(NamedTuple):
@@ -83,23 +81,24 @@ class BalancedRounds:
 
     Attributes:
         count: How many rounds there were.
-        ends: For each rank, how many batches each of its workers makes in all, in the order of their turns; -1 while
-            that is unknown.
     """
 
     def __init__(self) -> None:
         self.count: int = 0
-        self.ends: Sequence[Sequence[int]] = ()
+        self._ends: Sequence[Sequence[int]] = ()
         self._runs: list[list[Any]] = []  # the batches that a round took, and how often in a row: most rounds are alike
 
-    def add(self, step: Round, rank: int) -> bool:
-        """Record another round; return whether this rank gets a batch in it."""
+    def note_ends(self, ends: Sequence[Sequence[int]]) -> None:
+        """Record how many batches each rank's workers make in all, in the order of their turns; -1 for unknown ones."""
+        self._ends = ends
+
+    def add(self, step: Round) -> None:
+        """Record another round."""
         self.count += 1
         if self._runs and self._runs[-1][0] == step.taken:
             self._runs[-1][1] += 1
         else:
             self._runs.append([step.taken, 1])
-        return step.gets[rank] is not None
 
     def taken(self, rounds: int) -> tuple[int, ...]:
         """Return how many of each rank's own batches the first rounds took.
@@ -107,7 +106,7 @@ class BalancedRounds:
         Examples:
             >>> rounds = BalancedRounds()
             >>> for step in rounds_ahead([4, 2], [False, False], "pad"):
-            ...     _ = rounds.add(step, rank=0)
+            ...     rounds.add(step)
             >>> rounds.taken(2), rounds.taken(3)
             ((2, 2), (4, 2))
         """
@@ -118,41 +117,26 @@ class BalancedRounds:
             rounds -= counted
         return total
 
-    def made(self, rounds: int, before: Sequence[Sequence[int]]) -> list[int]:
-        """Return how many batches were taken in all of each part: of the first rank's parts, then of the second one's.
+    def items_taken(self, rounds: int, before: Sequence[int], size: int) -> list[int]:
+        """Return how many items were taken in all of each part: of the first rank's parts, then of the second one's.
 
         Args:
             rounds: After how many rounds of the pass.
-            before: How many batches were taken of each rank's parts before the pass began.
+            before: How many items were taken of each part before the pass began.
+            size: How many items a batch has.
 
         Examples:
             >>> rounds = BalancedRounds()
-            >>> rounds.ends = [(1, -1), (2, 0)]
+            >>> rounds.note_ends([(1, -1), (2, 0)])
             >>> for step in rounds_ahead([3, 2], [True, False], "keep"):
-            ...     _ = rounds.add(step, rank=0)
-            >>> rounds.made(2, [(0, 0), (0, 0)]), rounds.made(2, [(1, 0), (1, 1)])
+            ...     rounds.add(step)
+            >>> rounds.items_taken(2, [0, 0, 0, 0], size=1), rounds.items_taken(2, [1, 0, 1, 1], size=1)
             ([1, 1, 2, 0], [2, 1, 3, 1])
         """
-        made: list[int] = []
-        for of_parts, ends, taken in zip(before, self.ends, self.taken(rounds), strict=True):
-            first, now = turn_after(of_parts), made_in_turn([None if end < 0 else end for end in ends], taken)
-            made += [count + now[(part - first) % len(now)] for part, count in enumerate(of_parts)]
-        return made
-
-
-def position_of_rounds(
-    position: Position, batches: int, rounds: BalancedRounds, before: Sequence[int], readers: int, size: int
-) -> Position:
-    """Return the position after some rounds in which ranks sent each other batches.
-
-    Args:
-        position: What follows from the number of batches.
-        batches: How many rounds.
-        rounds: The rounds of the pass.
-        before: How many items were taken of the part of each reader of all ranks before the pass.
-        readers: How many readers each rank has.
-        size: How many items a batch has.
-    """
-    made = [taken // size for taken in before]
-    of_ranks = [made[at : at + readers] for at in range(0, len(made), readers)]
-    return replace(position, taken=[count * size for count in rounds.made(batches, of_ranks)])
+        found, parts = list[int](), iter(before)
+        for ends, taken in zip(self._ends, self.taken(rounds), strict=True):
+            of_rank = [items // size for items in islice(parts, len(ends))]
+            now = made_in_turn([None if end < 0 else end for end in ends], taken)
+            first = turn_after(of_rank)
+            found += [size * (made + now[(part - first) % len(ends)]) for part, made in enumerate(of_rank)]
+        return found

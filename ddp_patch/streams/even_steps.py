@@ -14,8 +14,7 @@ from ddp_patch.options import Uneven
 from ddp_patch.ranks.exchange import refuse
 from ddp_patch.ranks.group import Channel, closed_at_exit, opened
 from ddp_patch.streams.even_rounds import BalancedRounds, Round, rounds_ahead
-from ddp_patch.streams.stream_sampler import StreamPasses
-from ddp_patch.streams.stream_source import StreamSource
+from ddp_patch.streams.stream_passes import StreamPasses, StreamSource
 
 # How many batches a rank holds when the ranks report, at most: to report takes time, and batches take memory.
 AHEAD = 4
@@ -49,7 +48,7 @@ def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str
         refuse(members, doing, own.failure)
         own.raise_failure()
     source = cast(StreamSource, current.source)
-    source.rounds = rounds = BalancedRounds()
+    rounds = cast(BalancedRounds, source.rounds)
     facts = {"epoch": epoch, "num_workers": workers}
     carried = f"batches of number {agreed.number}"
     # Not more than workers prefetch: they make the next batches while the loop uses the ones before.
@@ -175,11 +174,12 @@ def even_steps(
         own.read(max(least, wanted))
         rows = own.reports(channel, least, ends())
         held, reads = [row[0] for row in rows], [bool(row[1]) for row in rows]
-        rounds.ends = [row[2:] for row in rows]
+        rounds.note_ends([row[2:] for row in rows])
         plan = rounds_ahead(held, reads, uneven)
         due = own.exchanged(plan, channel)
         for step in plan:
-            if rounds.add(step, channel.index):
+            rounds.add(step)
+            if step.gets[channel.index] is not None:
                 channel.batches_delivered += 1
                 yield due.popleft()
         if not any(reads):  # no other round can follow

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +16,7 @@ import torch
 from ddp_patch.compat.private_packages import SAMPLE_KEY
 from ddp_patch.loaders.columns import last_parts
 from ddp_patch.orders.digest import END, Digest, few_numbers
-from ddp_patch.streams.reported_pass import COUNTS
-
-if TYPE_CHECKING:
-    from ddp_patch.streams.reports import Report
-
+from ddp_patch.streams.reports import COUNTS, NAMES, NUMBERS, Report
 
 T = TypeVar("T")
 
@@ -40,15 +36,8 @@ _PATH_PARTS: Final = 2
 _SCHEME: Final = 12  # A URL has its colon by then.
 
 
-class _Found:
-    """What was found in an item: its names, its numbers, and other values that may tell it apart."""
-
-    __slots__ = ("names", "numbers", "others")
-
-    def __init__(self) -> None:
-        self.names: list[bytes] = []
-        self.numbers: list[bytes] = []
-        self.others: list[Any] = []
+# What was found in an item: its names, its numbers, and other values that may tell it apart.
+_Found: TypeAlias = tuple[list[bytes], list[bytes], list[Any]]
 
 
 class ItemNames:
@@ -92,9 +81,10 @@ class ItemNames:
             return self._path(item).encode("utf-8", "surrogatepass"), b""
         if (found := self._found_in(item)) is None:
             return NOTHING
-        if found.names or found.numbers or not found.others:
-            return b"\0".join(found.names), b"\0".join(found.numbers)
-        return b"", b"\0".join(map(_bytes_of, found.others))
+        names, numbers, others = found
+        if names or numbers or not others:
+            return b"\0".join(names), b"\0".join(numbers)
+        return b"", b"\0".join(map(_bytes_of, others))
 
     def name_of(self, item: Any) -> bytes | None:
         """Return an item's names, or its whole numbers if it has none; None if it has neither, as tensors of floats."""
@@ -102,11 +92,11 @@ class ItemNames:
             return b""
         if (found := self._found_in(item)) is None:
             return None
-        parts = found.names or found.numbers
+        parts = found[0] or found[1]
         return b"\0".join(parts) if parts else None
 
     def _found_in(self, item: Any) -> _Found | None:
-        found = _Found()
+        found: _Found = [], [], []
         try:
             self._find(item, found)
         except Exception:  # noqa: BLE001 - an object of the user's may refuse to be looked into
@@ -115,15 +105,15 @@ class ItemNames:
 
     def _find(self, value: Any, found: _Found) -> None:  # noqa: C901 - one flat table of types
         """Add the names and numbers in a value. The order of types in the code: frequent ones first."""
-        kind = type(value)
+        kind, (names, numbers, others) = type(value), found
         if value is None:
             return
         if kind is str and len(value) < _PIECE:
-            found.names.append(self._path(value).encode("utf-8", "surrogatepass"))
+            names.append(self._path(value).encode("utf-8", "surrogatepass"))
         elif kind is int:
-            found.numbers.append(b"%d" % value)
+            numbers.append(b"%d" % value)
         elif kind is float:
-            found.others.append(value)
+            others.append(value)
         elif kind is torch.Tensor or kind is np.ndarray:
             self._find_in_array(value, found)
         elif kind is dict or isinstance(value, Mapping):
@@ -135,17 +125,17 @@ class ItemNames:
         elif isinstance(value, torch.Tensor | np.ndarray):
             self._find_in_array(value, found)
         elif isinstance(value, float | complex | np.inexact):
-            found.others.append(value)
+            others.append(value)
         elif isinstance(value, str):
-            found.names.append(_pieces(str.__str__(value)).encode("utf-8", "surrogatepass"))
+            names.append(_pieces(str.__str__(value)).encode("utf-8", "surrogatepass"))
         elif isinstance(value, bytes | bytearray):
-            found.names.append(bytes(_pieces(value)))
+            names.append(bytes(_pieces(value)))
         elif isinstance(value, os.PathLike):
-            found.names.append(os.fsencode(self._path(os.fsdecode(value), is_path=True)))
+            names.append(os.fsencode(self._path(os.fsdecode(value), is_path=True)))
         elif isinstance(value, _WHOLE):
-            found.numbers.append(b"%d" % int(value))
+            numbers.append(b"%d" % int(value))
         elif isinstance(value, _TIMES):
-            found.numbers.append(str(value).encode())
+            numbers.append(str(value).encode())
         elif is_dataclass(value) and not isinstance(value, type):
             for field in fields(value):
                 self._find(getattr(value, field.name), found)
@@ -162,19 +152,19 @@ class ItemNames:
                 return
             is_whole = value.dtype.kind in "iub"
         if not is_whole:
-            found.others.append(value)
+            found[2].append(value)
         elif not self._may_move or not value.ndim:  # a state is not refused because items were masked anew
-            found.numbers.append(few_numbers(value) if value.ndim else b"%d" % int(value))
+            found[1].append(few_numbers(value) if value.ndim else b"%d" % int(value))
 
     def _find_in_list(self, value: Sequence[Any], found: _Found) -> None:
         """Add the elements of a list; of a long list its length, and evenly spread elements."""
         length = len(value)
         some = value[:: -(-length // _ELEMENTS)] if length > _ELEMENTS else value
         if length and {int}.issuperset(map(type, some)):  # as tokens are
-            found.numbers.append(repr((length, *some)).encode())
+            found[1].append(repr((length, *some)).encode())
             return
         if length > _ELEMENTS and type(some[0]) is str:
-            found.names.append(b"%d" % length)
+            found[0].append(b"%d" % length)
         for each in some:
             self._find(each, found)
 
@@ -205,7 +195,7 @@ def _pieces(text: Any) -> Any:
     return pieces + (length if isinstance(text, str) else length.encode())
 
 
-def marked(items: Iterator[T], report: "Report") -> Iterator[T]:
+def marked(items: Iterator[T], report: Report) -> Iterator[T]:
     """Yield what a reader reads from its first item on, and report the digests of names and numbers at some counts.
 
     Examples:
@@ -214,38 +204,34 @@ def marked(items: Iterator[T], report: "Report") -> Iterator[T]:
         >>> list(marked(iter("ab"), report)), int(report["marks"])
         (['a', 'b'], 2)
     """
-    number, wanted = report["number"], 1
-    of_names, of_numbers, names, numbers = Digest(), Digest(), list[bytes](), list[bytes]()
+    number, wanted, identity_of = report["number"], 1, ItemNames().identity_of
+    digests, waiting = (Digest(), Digest()), list[tuple[bytes, bytes]]()
     first, is_named, are_apart = None, False, False
-    identity_of = ItemNames().identity_of
     report["marks"] = 0
+
+    def add() -> None:
+        for digest, names in zip(digests, zip(*waiting, strict=True), strict=False):
+            digest.add_names(names)
+        waiting.clear()
+
     for item in items:
         identity = identity_of(item)
-        names.append(identity[0])
-        numbers.append(identity[1])
+        waiting.append(identity)
         if not are_apart:
             first = first or identity
             is_named, are_apart = is_named or identity != NOTHING, identity != first
-        if len(names) == wanted:
-            _add(of_names, names)
-            _add(of_numbers, numbers)
-            place = _PLACES.get(of_names.count)
+        if len(waiting) == wanted:
+            add()
+            place = _PLACES.get(digests[0].count)
             if place is not None and report["number"] == number:  # else a later pass has the memory
-                report["names"][place], report["numbers"][place] = of_names.value, of_numbers.value
+                report[NAMES][place], report[NUMBERS][place] = (digest.value for digest in digests)
                 report["identities"] = is_named + are_apart
                 report["marks"] = place + 1
-            wanted = min(_AT_ONCE, of_names.until_mark)
+            wanted = min(_AT_ONCE, digests[0].until_mark)
         yield item
-    for digest, rest in ((of_names, names), (of_numbers, numbers)):
-        _add(digest, rest)
-        digest.end()
+    add()
     if report["number"] == number:
-        report["names_end"], report["numbers_end"] = of_names.marks[END], of_numbers.marks[END]
+        for kind, digest in zip((NAMES, NUMBERS), digests, strict=True):
+            digest.end()
+            report[kind][-1] = digest.marks[END]
         report["identities"] = is_named + are_apart
-
-
-def _add(digest: Digest, names: list[bytes]) -> None:
-    """Add the names of some items to a digest, and clear their list."""
-    if names:
-        digest.add_names(names)
-        names.clear()

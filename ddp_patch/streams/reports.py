@@ -8,7 +8,7 @@ main process knows of a pass are the readers' reports, and the notes that travel
 | --- | --- | --- |
 | ``SharedReports.begin`` | ``StreamPasses``, main | nothing: a pass begins, over an epoch |
 | ``SharedReports.begun`` | ``StreamReader``, reader; ``StreamPasses``, main | the number of a pass, and its epoch |
-| ``SharedReports.report`` | ``ReaderPass``, reader | the reader's ``Report`` of a pass, to write into |
+| ``SharedReports.report`` | ``StreamReader``, reader | the reader's ``Report`` of a pass, to write into |
 | ``SharedReports.reported`` | ``StreamSource``, main; ``ReaderPass``, reader | all readers' reports: ``ReportedPass`` |
 | ``StreamReader.collate`` | torch, reader | a batch; with a note, in a ``NotedBatch`` |
 | ``StreamSource.keep`` | ``Delivery``, main | nothing: the note counts, because the loop is given its batch |
@@ -19,16 +19,203 @@ To look one item ahead would hold each batch back until the next item is there. 
 that are not torch's.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from time import sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from zlib import crc32
 
 import numpy as np
 import torch
 
-from ddp_patch.streams.reported_pass import REPORT, ReportedPass, blank_reports, check_of
+from ddp_patch.orders.digest import END, mark_counts
+from ddp_patch.positions_and_padding import Part, Schedule
+from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, StreamSnapshot, StreamStart
+from ddp_patch.sharding.state_text import from_text
+from ddp_patch.streams.messages import turns_differ
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+# How a reader reads: the one stream that all read, or a part of its own.
+STREAM, PARTS = range(2)
+# When the dataset's own state was taken: where the pass began, or where it ended.
+BEGUN, ENDED = range(2)
+# Of which items a reader reports digests: the first 1, 2, 4, ... This is enough for 10**12 items.
+COUNTS: Final = list(islice(mark_counts(), 128))
+# The digests of names, and those of numbers.
+NAMES, NUMBERS = "names", "numbers"
+
+# What one reader reports of a pass. All numbers are -1 until they are known.
+REPORT: Final = np.dtype(
+    [
+        ("number", np.int64),  # the pass
+        ("way", np.int64),  # STREAM or PARTS; unknown if the dataset splits itself over all ranks
+        ("part", np.int64),  # which part the reader reads
+        ("length", np.int64),  # how many items the stream, or the part, has
+        ("spent_ms", np.int64),  # how long the dataset took to give these
+        ("batches", np.int64),  # how many batches the reader makes, if the dataset splits itself over all ranks
+        ("seen", np.int64),  # how many of the first items are described
+        ("starts", np.int64, (RECOGNISED_BY, 2)),  # the first one, the first two, ...: the hashes of a StreamStart
+        ("state_sizes", np.int64, (2, 2)),  # of the dataset's own state, BEGUN and ENDED: its bytes, and their check
+        ("identities", np.int64),  # how many identities the items have: none, one, or more than one, which is 2
+        ("marks", np.int64),  # how many digests there are
+        (NAMES, np.int64, (len(COUNTS) + 1,)),  # the digests of names at the first counts; in the end that of all
+        (NUMBERS, np.int64, (len(COUNTS) + 1,)),  # the digests of numbers
+        ("check", np.int64),  # of all numbers above
+    ]
+)
+
+
+def check_of(data: "bytes | NDArray[np.int64]") -> int:
+    """Return a check of some bytes, or of an array of numbers."""
+    return crc32(data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes())
+
+
+def blank_reports(readers: int) -> "NDArray[np.void]":
+    """Return the reports of readers that have reported nothing."""
+    return np.full((readers, REPORT.itemsize // 8), -1, np.int64).view(REPORT).reshape(readers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReportedPass:
+    """What the readers of a pass had reported when the value was made.
+
+    Attributes:
+        reports: A record for each reader, in the order of their turns.
+        states: The memory of the dataset's own states, as text: of each reader, BEGUN and ENDED. A state counts as long
+            as it is the one that was reported; a later pass may store another.
+
+    Examples:
+        >>> reports = blank_reports(2)
+        >>> reports["way"], reports["part"], reports["length"] = PARTS, [1, 0], [7, -1]
+        >>> reported = ReportedPass(reports)
+        >>> reported.is_in_parts, reported.lengths, reported.turns
+        (True, [7, None], [1, 0])
+        >>> reported.parts(5, taken=[3, 2])
+        [Part(taken=2, length=7, worker=1), Part(taken=3, length=None, worker=0)]
+    """
+
+    reports: "NDArray[np.void]"
+    states: "NDArray[np.uint8] | None" = None
+
+    def column(self, name: str) -> list[Any]:
+        """Return one of the numbers that each reader reports; -1 where it is not known."""
+        found: list[Any] = self.reports[name].tolist()
+        return found
+
+    # ---- how the stream is read, and how long it is ----
+
+    @property
+    def ways(self) -> set[int]:
+        """How the readers read, as far as they have reported it: STREAM, PARTS or both."""
+        return {*self.column("way")} - {-1}
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether several readers read a part each; False while that is unknown."""
+        return len(self.reports) > 1 and self.ways == {PARTS}
+
+    @property
+    def lengths(self) -> list[int | None]:
+        """How many items each reader found; None before it came to the end."""
+        return [length if length >= 0 else None for length in self.column("length")]
+
+    @property
+    def lengths_found(self) -> Sequence[int | None]:
+        """How many items the stream has, or each reader's part of it; None where no reader came to the end."""
+        return self.lengths if self.is_in_parts else [next((each for each in self.lengths if each is not None), None)]
+
+    @property
+    def spent_s(self) -> float:
+        """How many seconds the dataset took, at most, to give a reader all of its items."""
+        return float(max(self.column("spent_ms"))) / 1000
+
+    @property
+    def turns(self) -> list[int]:
+        """Which part each reader reads: after the first one's, each reads the next."""
+        readers = len(self.reports)
+        known = ((part - reader) % readers for reader, part in enumerate(self.column("part")) if part >= 0)
+        first = next(known, 0)
+        return [(first + reader) % readers for reader in range(readers)]
+
+    def parts(self, taken_of_all: int, taken: Sequence[int]) -> Sequence[Part]:
+        """Return what the pass is over: one stream, or the readers' parts, from the one whose turn is first.
+
+        Args:
+            taken_of_all: How many items of the stream were taken before the pass.
+            taken: How many of each part; anything else, if they were not counted by part.
+        """
+        if not self.is_in_parts:
+            return [Part(taken_of_all, self.lengths_found[0])]
+        of_each = taken if len(taken) == len(self.reports) else [0] * len(self.reports)
+        return [Part(of_each[part], length, part) for part, length in zip(self.turns, self.lengths, strict=True)]
+
+    # ---- which items were read ----
+
+    @property
+    def names_nothing(self) -> bool:
+        """Whether items were read, and nothing names any of them."""
+        return bool(max(self.column("marks")) > 0 and max(self.column("identities")) < 1)
+
+    @property
+    def names_all_alike(self) -> bool:
+        """Whether the whole of a stream, or of a part, was read, and all of its items have one name."""
+        return bool(max(self.column("length")) > 1 and max(self.column("identities")) == 1)
+
+    def _digests(self, of: str) -> list[tuple[list[int], int | None]]:
+        """Return each reader's digests at counts, and the digest of all that it read; None before its end."""
+        return [
+            (digests[: max(0, count)], digests[-1] if length >= 0 and digests[-1] != -1 else None)  # no hash is -1
+            for digests, count, length in zip(*map(self.column, (of, "marks", "length")), strict=True)
+        ]
+
+    def digests(self, of: str = NAMES) -> dict[int, int]:
+        """Return the digests of what all readers read, by their counts; none before it is known how they read.
+
+        Readers of one stream have the same digests. Of parts, the digest at a count is the hash of all parts' digests.
+        Where a part ended before a count, the digest at its end counts, which no stream has that goes on.
+        """
+        if len(self.ways) != 1:
+            return {}
+        digests = [
+            marks if end is None else marks + [end] * (len(COUNTS) + 1 - len(marks)) for marks, end in self._digests(of)
+        ]
+        values = max(digests, key=len) if self.ways == {STREAM} else map(hash, zip(*digests, strict=False))
+        return dict(zip((*COUNTS, END), values, strict=False))
+
+    def readers_differ(self, of: str = NAMES) -> tuple[int, int] | None:
+        """Return where readers of one stream differ: within how many items, and which reader differs from reader 0."""
+        if self.ways != {STREAM}:
+            return None
+        (first, first_end), *others = self._digests(of)
+        for reader, (marks, end) in enumerate(others, 1):
+            differ = (count for count, one, other in zip(COUNTS, first, marks, strict=False) if one != other)
+            if (count := next(differ, None)) is not None:
+                return count, reader
+            if None not in {first_end, end} and first_end != end:
+                return int(self.column("length")[0]), reader
+        return None
+
+    def start_of(self, reader: int, read: int) -> StreamStart | None:
+        """Return what describes the first items of a reader's stream, of which so many were read; None if nothing."""
+        if (seen := min(RECOGNISED_BY, read, self.column("seen")[reader])) < 1:
+            return None
+        value, whole = (None if part < 0 else part for part in self.column("starts")[reader][seen - 1])
+        return StreamStart(seen, value, whole)
+
+    def state_of(self, reader: int, when: int) -> Sequence[Any]:
+        """Return the dataset's own state in a reader, BEGUN or ENDED, as the only element; empty if there is none."""
+        size, check = self.column("state_sizes")[reader][when]
+        if size < 0 or self.states is None:
+            return ()
+        state = self.states[reader, when, :size].tobytes()
+        return (from_text(state.decode()),) if check_of(state) == check else ()
+
+
+# ---- the memory ----
 
 
 # The reports of so many passes are kept: iterators may live side by side.
@@ -151,3 +338,53 @@ class SharedReports:
         is_known = checked & are_of_pass
         reports[is_known] = found[is_known]
         return ReportedPass(reports, self._states)
+
+
+# ---- positions ----
+
+
+def position_of_parts(
+    position: Position,
+    start: Position,
+    batches: int,
+    schedule: Schedule,
+    reported: ReportedPass,
+    notes: Mapping[int, Iterable[NotedBatch]],
+    name: str,
+) -> Position:
+    """Return the position after some batches of one stream, which is one part, or of parts that readers read.
+
+    Args:
+        position: What follows from the number of batches.
+        start: Where the pass began.
+        batches: How many; at least one.
+        schedule: The batches of the pass.
+        reported: What readers have reported of it.
+        notes: The latest notes of each reader.
+        name: The class of the dataset.
+
+    Raises:
+        StateError: Ranks have taken other batches of some parts, so that no state can describe the position.
+    """
+    in_parts, readers = reported.is_in_parts, len(reported.reports)
+    if in_parts and not schedule.are_alike(batches):
+        raise turns_differ(name, batches)
+    turns = reported.turns if in_parts else [0]
+    now, made = schedule.taken(batches), schedule.made(batches)
+    began, taken, known = start.states.streams or [StreamSnapshot()], list[int](), list[StreamSnapshot]()
+    for part in range(len(turns)):
+        turn = turns.index(part)
+        reader = turn if in_parts else (batches - 1) % readers  # of one stream, readers give the batches in turn
+        snapshot = began[part % len(began)]
+        if made[turn]:
+            states = [note.state for note in notes.get(reader, ()) if note.batches == made[turn]]
+            snapshot = StreamSnapshot(
+                reported.start_of(reader, now[turn]) or snapshot.first,
+                tuple(from_text(state.decode()) for state in states),
+                reported.state_of(reader, BEGUN) or snapshot.initial_state,
+            )
+        taken.append(now[turn])
+        known.append(snapshot)
+    # The reader after the last one: every rank knows that one, and not yet whether it has come to its end.
+    upcoming = turns[(schedule.record(batches - 1).part + 1) % len(turns)]
+    return replace(position, taken=taken, turn=upcoming, states=replace(position.states, streams=known))

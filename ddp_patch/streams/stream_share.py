@@ -1,6 +1,6 @@
-"""A rank's share of a stream: which part each reader reads and where, and what the dataset asks and is told there."""
+"""A rank's share of a stream: which part each reader reads and where, and what the dataset is told there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,44 +10,13 @@ from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info
 from ddp_patch.orders.random_states import Seed, reader_seed
 from ddp_patch.positions_and_padding import Batching, Plan, turn_after
 from ddp_patch.sharding.saved_state import Position, StreamSnapshot
-from ddp_patch.streams.reported_pass import PARTS, STREAM
-
-# The attributes of a worker info that differ between workers; and those by which a dataset can split itself.
-_TELLING = frozenset({"id", "num_workers", "seed"})
-_SPLITTING = frozenset({"id", "num_workers"})
+from ddp_patch.streams.reports import PARTS, STREAM
 
 
 def this_worker() -> tuple[int, int]:
     """Return the number of this worker, and of all workers; the main process is the only one of its rank."""
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)
-
-
-@dataclass(slots=True)
-class Asked:
-    """What a dataset has asked of its surroundings. The dataset may remember the answers, so no question is forgotten.
-
-    Attributes:
-        worker: Whether the dataset asked for the worker's number, the number of workers, or the seed.
-        may_split: Whether the dataset asked for one of the first two, by which it can split itself.
-        dataset: Whether the dataset asked for the worker's dataset.
-        rank: Whether the dataset asked for the rank.
-    """
-
-    worker: bool = False
-    may_split: bool = False
-    dataset: bool = False
-    rank: bool = False
-
-    def note(self, name: str) -> None:
-        """Record that an attribute of the worker info was read."""
-        self.worker |= name in _TELLING
-        self.may_split |= name in _SPLITTING
-        self.dataset |= name == "dataset"
-
-    def note_rank(self) -> None:
-        """Record that the rank was asked for."""
-        self.rank = True
 
 
 class PartStart(NamedTuple):
@@ -103,27 +72,21 @@ class StreamShare:
             return part + self.plan.rank * self.readers, self.readers * self.plan.num_replicas
         return part, self.readers
 
-    def worker_info(self, part: int, epoch: int, dataset: Any, asked: Asked) -> WorkerInfo | None:
+    def worker_info(
+        self, part: int, epoch: int, dataset: Any, note: Callable[[str], object] = lambda _: None
+    ) -> WorkerInfo | None:
         """Return the worker info that the dataset sees as the reader of a part; None in the main process.
 
         Args:
             part: Which part.
             epoch: The epoch.
             dataset: The dataset.
-            asked: Takes note of what is read of the value.
+            note: Called with the name of each attribute that is read.
         """
         worker, workers = self.worker_of(part)
         if get_worker_info() is None and workers == 1:
             return None
-        return noted_worker_info(worker, workers, reader_seed(self.seed.value, epoch) + worker, dataset, asked.note)
-
-    def batches_before(self, position: Position) -> Sequence[int]:
-        """Return how many batches each of this rank's readers has made, if the dataset splits itself."""
-        readers, size = self.readers, self.batching.size
-        if len(position.taken) <= 1:  # in an explicit world ranks cannot report which readers have ended
-            whole, more = divmod(sum(position.taken) // self.plan.num_replicas // size, readers)
-            return [whole + (reader < more) for reader in range(readers)]
-        return [taken // size for taken in position.taken[self.plan.rank * readers :][:readers]]
+        return noted_worker_info(worker, workers, reader_seed(self.seed.value, epoch) + worker, dataset, note)
 
     def start(self, position: Position | None, reader: int) -> PartStart:
         """Return where a reader begins at a position; if there is none, at the beginning of its part.
@@ -133,10 +96,18 @@ class StreamShare:
         if position is None:
             return PartStart(reader)
         if self.splits_itself:
-            before = self.batches_before(position)
+            before = self._batches_before(position)
             part = (reader + turn_after(before)) % self.readers
             return PartStart(part, before[part] * self.batching.size)
         part = (reader + (position.turn or 0)) % self.readers
         taken, known = position.taken or (0,), position.states.streams or (StreamSnapshot(),)
         way = PARTS if len(taken) > 1 else None if position.is_at_epoch_start else STREAM
         return PartStart(part, taken[part % len(taken)], way, known[part % len(known)])
+
+    def _batches_before(self, position: Position) -> Sequence[int]:
+        """Return how many batches each of this rank's readers has made, if the dataset splits itself."""
+        readers, size = self.readers, self.batching.size
+        if len(position.taken) <= 1:  # in an explicit world ranks cannot report which readers have ended
+            whole, more = divmod(sum(position.taken) // self.plan.num_replicas // size, readers)
+            return [whole + (reader < more) for reader in range(readers)]
+        return [taken // size for taken in position.taken[self.plan.rank * readers :][:readers]]

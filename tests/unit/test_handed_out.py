@@ -23,7 +23,7 @@ from zoo import Broken, Indices, N, Source, as_it_is, out_of_order
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import CannotResumeWarning, StateError
-from ddp_patch.streams import stream_source
+from ddp_patch.streams import stream_passes
 
 BY_NAME = {kind.name: kind.make for kind in RESUMED}
 
@@ -301,7 +301,7 @@ def test_the_last_batch_is_not_followed_by_a_rest_of_none(monkeypatch: pytest.Mo
     assert loader.state_dict() == loader_state(loader)
     next(iterator)
     with monkeypatch.context() as patch:
-        patch.setattr(stream_source, "_ENDS_S", 0.01)
+        patch.setattr(stream_passes, "_ENDS_S", 0.01)
         with pytest.warns(CannotResumeWarning, match="6 batches"):
             loader.state_dict()  # a worker has not said that it came to its end
     threading.Timer(0.2, dataset.may_end.set).start()

@@ -23,7 +23,7 @@ from ddp_patch.loaders.facts import held_for_workers, look_at
 from ddp_patch.loaders.parts_held import first_differing
 from ddp_patch.options import Uneven
 from ddp_patch.ranks.exchange import require_same
-from ddp_patch.streams import stream_source
+from ddp_patch.streams import stream_passes
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ class SlowSource(Slow, Source):
 def test_what_would_be_faster_is_said_after_the_first_pass(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_source, "_LONG_S", 0.05)
+    monkeypatch.setattr(stream_passes, "_LONG_S", 0.05)
     loader: Any = patch_dataloader_to_ddp(DataLoader(SlowShards(), 4, num_workers=2), rank=0, num_replicas=4)
     next(iter(loader))  # a look is no pass
     assert not [text for text in caplog.messages if "by_worker" in text]

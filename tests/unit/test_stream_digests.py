@@ -18,8 +18,7 @@ from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import StreamOrderWarning
 from ddp_patch.orders.digest import END, mark_counts
 from ddp_patch.streams.item_names import marked
-from ddp_patch.streams.reported_pass import BEGUN, NUMBERS, PARTS, STREAM, ReportedPass
-from ddp_patch.streams.reports import SharedReports
+from ddp_patch.streams.reports import BEGUN, NUMBERS, PARTS, STREAM, ReportedPass, SharedReports
 
 COUNTS = list(islice(mark_counts(), 60))
 

@@ -10,12 +10,19 @@ from ddp_patch.orders.random_states import Seed
 from ddp_patch.positions_and_padding import Batching, Part, Plan, Schedule
 from ddp_patch.sharding.saved_state import NotedBatch, Position, States, StreamSnapshot, StreamStart
 from ddp_patch.streams import reports as protocol
-from ddp_patch.streams.even_rounds import BalancedRounds, position_of_rounds, rounds_ahead
-from ddp_patch.streams.reader import StreamReader
-from ddp_patch.streams.reported_pass import BEGUN, PARTS, STREAM, ReportedPass, blank_reports, position_of_parts
-from ddp_patch.streams.reports import SharedReports
+from ddp_patch.streams.dataset import StreamReader
+from ddp_patch.streams.even_rounds import BalancedRounds, rounds_ahead
+from ddp_patch.streams.reports import (
+    BEGUN,
+    PARTS,
+    STREAM,
+    ReportedPass,
+    SharedReports,
+    blank_reports,
+    position_of_parts,
+)
+from ddp_patch.streams.stream_passes import StreamSource
 from ddp_patch.streams.stream_share import PartStart, StreamShare
-from ddp_patch.streams.stream_source import StreamSource
 
 BATCHING = Batching(2, drop_last=False)
 KNOWN = [StreamSnapshot(StreamStart(1, part, part)) for part in range(3)]
@@ -184,11 +191,10 @@ def test_no_state_counts_parts_that_have_ended_on_some_ranks_alone() -> None:
 
 def test_after_rounds_the_items_of_each_part_of_all_ranks_are_counted() -> None:
     rounds = BalancedRounds()
-    rounds.ends = [(1, -1), (2, 0)]
+    rounds.note_ends([(1, -1), (2, 0)])
     for step in rounds_ahead([3, 2], [True, False], "keep"):
-        rounds.add(step, rank=0)
-    found = position_of_rounds(Position(0), 2, rounds, [8, 0, 8, 8], readers=2, size=8)
-    assert found.taken == [16, 8, 24, 8]
+        rounds.add(step)
+    assert rounds.items_taken(2, [8, 0, 8, 8], size=8) == [16, 8, 24, 8]
 
 
 # ---- the interface of the two processes ----
