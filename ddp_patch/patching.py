@@ -43,7 +43,7 @@ from ddp_patch.loaders.recognition import (
 )
 from ddp_patch.loaders.samples import iterated_by, length_of
 from ddp_patch.options import Fingerprint, Layout, Options, Share, Uneven
-from ddp_patch.orders.random_states import WorkerSeeding
+from ddp_patch.orders.random_states import seed_worker
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.parts import Parts
 from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
@@ -367,7 +367,8 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed, place_share: Callable[..., L])
     sharded, new = share_of(facts, agreed)
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
-        new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.rank_passes.epochs.counter)
+        epochs = sharded.rank_passes.epochs.counter
+        new["worker_init_fn"] = partial(seed_worker, init, agreed.seed, agreed.world.rank, epochs)
     patched = place_share(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
     gather_in_accelerate(_gathered_for_metrics)
     if facts.repeater is None:

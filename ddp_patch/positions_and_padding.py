@@ -442,24 +442,27 @@ class Schedule:
         start = 0
         for record in records:
             if self.batch_plan is None:
-                yield from self._positions(record)
+                part = self.parts[record.part]
+                share = self.plan.share(part.most_items, part.taken)
+                own = share[record.first : record.first + record.real_items]
+                yield from _in_turns(own, self.batching.size, part.worker, len(self.parts))
             else:
                 own, _ = self.batch_plan.divide(record.samples_of_all or 0)
                 yield range(start + own.start, start + own.stop, own.step)
                 start += record.samples_of_all or 0
 
-    def _positions(self, record: BatchRecord) -> Iterator[range]:
-        plan, part, workers, size = self.plan, self.parts[record.part], len(self.parts), self.batching.size
-        own = plan.share(part.most_items, part.taken)[record.first : record.first + record.real_items]
-        if workers == 1:
-            yield own
-            return
-        while own:
-            batch = own[0] // size  # the number of the batch in one process
-            here = own[: len(range(own[0], (batch + 1) * size, own.step))]
-            shift = (batch * workers + part.worker - batch) * size
-            yield range(here.start + shift, here.stop + shift, here.step)
-            own = own[len(here) :]
+
+def _in_turns(positions: range, size: int, worker: int, workers: int) -> Iterator[range]:
+    """Yield positions in a worker's part as positions in the stream, in which the workers' batches take turns."""
+    if workers == 1:
+        yield positions
+        return
+    while positions:
+        batch = positions[0] // size  # the number of the batch in one process
+        here = positions[: len(range(positions[0], (batch + 1) * size, positions.step))]
+        shift = (batch * workers + worker - batch) * size
+        yield range(here.start + shift, here.stop + shift, here.step)
+        positions = positions[len(here) :]
 
 
 def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[int]) -> None:

@@ -1,13 +1,14 @@
 """Compare the ranks' samples with the samples of one process, epoch by epoch, and make the report."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import asdict
 
 import numpy as np
 
 from ddp_patch.auditing.picture import Pictured, imbalance, pictured
 from ddp_patch.auditing.problems import SAID, Problem
 from ddp_patch.auditing.ranks import Numbers, RankGiven
-from ddp_patch.auditing.report import EpochReport, Report
+from ddp_patch.auditing.report import EpochReport, Report, SamplesGot
 from ddp_patch.auditing.world import Costs, Coverage, EpochGiven, StepCosts, World, signature
 from ddp_patch.loaders.facts import NOTHING_TO_COMPARE, LoaderFacts, has_nothing_to_compare
 from ddp_patch.validation import counted
@@ -47,8 +48,7 @@ class Judge:
         self._compare_left_out()
         return Report(
             name=self._world.subject.name,
-            how=self._how(),
-            world_size=self._world.world_size,
+            how=_how(self._world),
             epochs=tuple(self._epochs),
             epochs_differ=None if len(self._orders) < 2 else len(set(self._orders)) == len(self._orders),
             is_sample=self._is_sample,
@@ -57,20 +57,6 @@ class Judge:
             pictured=self._pictured,
         )
 
-    def _how(self) -> str:
-        world, subject = self._world, self._world.subject
-        what = "patched by patch_dataloader_to_ddp" if subject.patch else "the loader as it is"
-        if subject.is_made:
-            what = "loaders as returned by your factory"
-        what += ", each rank seeded differently" + ", reading the iterable dataset" * world.rank0.is_iterable
-        if (some := len(world.iterating)) < world.world_size:
-            what += f"; {some} ranks iterate their loaders, and the others' shares are cut likewise"
-        if isinstance(subject.make, LoaderFacts) and subject.patch and not world.rank0.is_iterable:
-            fingerprint = subject.options.get("fingerprint", "auto")
-            if has_nothing_to_compare(subject.make.dataset, fingerprint):
-                what += f"; {NOTHING_TO_COMPARE}"
-        return what
-
     def _add(self, kind: str, what: str, where: str, *own_words: str) -> None:
         """Add a problem unless there is one of its kind; ``own_words`` say why and what to do in this special case."""
         why, remedy = own_words or SAID[kind]
@@ -78,13 +64,25 @@ class Judge:
 
     def _inspect(self, epoch: EpochGiven) -> None:
         where, had_problems = f"epoch {epoch.number}, {len(epoch.ranks)} ranks", bool(self._problems)
-        found, costs, others = epoch.coverage(), self._costs_of(epoch.ranks), None
+        found, costs, others = epoch.coverage(), self._costs_of(epoch), None
         if self._unbalanced is not None:
-            others = self._costs_of(self._unbalanced.epoch(epoch.number).ranks)
-        counts = self._counted(epoch, found, costs, others)
+            others = self._costs_of(self._unbalanced.epoch(epoch.number))
+        counts = EpochReport(
+            epoch=epoch.number,
+            items=tuple(len(given.items) for given in epoch.ranks),
+            steps=tuple(len(given.sizes) for given in epoch.ranks),
+            expected=len(epoch.alone.items),
+            distinct=len(epoch.alone.items if found is None or epoch.is_sample else np.unique(epoch.alone.items)),
+            imbalance=None if costs is None else imbalance(costs),
+            unbalanced=None if others is None else imbalance(others),
+            **asdict(self._samples_got(epoch, found)),
+        )
         if not epoch.number:
             self._first = epoch.ranks[0]
-        if not self._raised(epoch):
+        errors = _errors(epoch)
+        for what in errors:
+            self._add("error", what, f"epoch {epoch.number}")
+        if not errors:
             self._orders.append(signature(epoch.ranks))
             self._is_sample |= epoch.is_sample
             is_tail = counts.is_right and found is not None and not epoch.is_sample
@@ -98,72 +96,29 @@ class Judge:
             # Picture the first epoch with a problem, or else the first.
             self._pictured = pictured(epoch, found is not None or epoch.is_sample, costs, others)
 
-    # ---- what is counted ----
-
-    def _counted(
-        self, epoch: EpochGiven, found: Coverage | None, costs: Costs | None, others: Costs | None
-    ) -> EpochReport:
+    def _samples_got(self, epoch: EpochGiven, found: Coverage | None) -> SamplesGot:
         """Count the missing and repeated samples of an epoch, and how many of them are allowed."""
         missing, repeated, foreign = (None,) * 3 if found is None else map(len, found)
-        fills, may_drop = self._allowed(epoch)
-        return EpochReport(
-            epoch=epoch.number,
-            items=tuple(len(given.items) for given in epoch.ranks),
-            steps=tuple(len(given.sizes) for given in epoch.ranks),
-            expected=len(epoch.alone.items),
-            distinct=len(epoch.alone.items if found is None or epoch.is_sample else np.unique(epoch.alone.items)),
+        fills, may_drop = _allowed(self._world, epoch, self._pads)
+        return SamplesGot(
             missing=None if epoch.is_sample else missing,
             repeated=repeated,
             foreign=foreign,
             padding=repeated if repeated is not None and repeated <= fills else 0,
             dropped=missing if missing is not None and missing <= may_drop else 0,
-            imbalance=None if costs is None else imbalance(costs),
-            unbalanced=None if others is None else imbalance(others),
         )
 
-    def _allowed(self, epoch: EpochGiven) -> tuple[int, int]:
-        """Return how many samples may be repeated to fill the last round, and how many may be left out.
-
-        If ranks share samples and each makes its own batches, a round has a sample for each rank. Otherwise, a round
-        has a batch for each rank.
-        """
-        rank0, world, largest = self._world.rank0, len(epoch.ranks), epoch.largest_batch
-        in_batches = rank0.makes_batches and (epoch.is_sample or not epoch.foreign_batches())
-        of_unit = largest if in_batches else 1
-        lengths = (len(epoch.alone.sizes),) if in_batches else epoch.parts or (len(epoch.alone.items),)
-        fills = of_unit * sum(-length % world for length in lengths)
-        if not self._pads or self._uneven not in (None, "pad"):
-            fills = 0
-        if rank0.divides_batches and self._uneven == "keep":  # every rank gets at least one sample of a batch
-            fills = sum(max(0, world - size) for size in epoch.parts if size)
-        may_drop = 0
-        if self._uneven == "drop" or rank0.drops_round:
-            may_drop = of_unit * (world - 1) * len(lengths)
-        if rank0.drops_batch and not in_batches:
-            may_drop += world * rank0.readers * (largest - 1)
-        if not any(len(given.sizes) for given in epoch.ranks):
-            may_drop = 0  # a training that makes no step learns nothing
-        return fills, may_drop
-
-    def _costs_of(self, ranks: Sequence[RankGiven]) -> Costs | None:
+    def _costs_of(self, epoch: EpochGiven) -> Costs | None:
         """Return the costs of each rank's steps, shape (ranks, steps), 0 if a rank has no such step; None if unknown.
 
         Samples of an iterable dataset have no indices, so their costs cannot be looked up.
         """
-        steps = max(len(given.sizes) for given in ranks)
-        if self._costs is None or steps == 0 or self._world.rank0.is_iterable:
+        steps = max(len(given.sizes) for given in epoch.ranks)
+        if self._costs is None or steps == 0 or epoch.is_iterable:
             return None
-        return np.array([np.pad(self._costs(given), (0, steps - len(given.sizes))) for given in ranks])
+        return np.array([np.pad(self._costs(given), (0, steps - len(given.sizes))) for given in epoch.ranks])
 
     # ---- what is wrong ----
-
-    def _raised(self, epoch: EpochGiven) -> bool:
-        """Add the errors of ranks and of the single process, and return whether there is one."""
-        everyone = [*((f"Rank {rank}", given) for rank, given in enumerate(epoch.ranks)), ("One process", epoch.alone)]
-        raised = [f"{who} raises {given.error.rstrip().removesuffix('.')}." for who, given in everyone if given.error]
-        for what in raised:
-            self._add("error", what, f"epoch {epoch.number}")
-        return bool(raised)
 
     def _compare_steps(self, epoch: EpochGiven, where: str) -> None:
         steps = [len(given.sizes) for given in epoch.ranks]
@@ -219,7 +174,7 @@ class Judge:
             self._add("not_sharded", _same_text(epoch, again), where)
         elif found is not None and not counts.is_right:
             what = self._text(epoch, found)
-            if self._counted(again, again.coverage(), None, None).is_right:
+            if self._samples_got(again, again.coverage()).is_right:
                 self._add("ranks_disagree", f"{what} With all ranks seeded alike, nothing is.", where)
             else:
                 self._add(_kind(epoch, counts), what, where)
@@ -278,6 +233,54 @@ class Judge:
         """Name some samples, and the ranks of an epoch that got them."""
         shown = [self._world.coding.name(int(code)) + _on_ranks(int(code), epoch) for code in codes[:3]]
         return f" ({lead} {'; '.join(shown)})" if shown else ""
+
+
+def _how(world: World) -> str:
+    """Return in words how the loader was sharded and simulated."""
+    subject = world.subject
+    what = "patched by patch_dataloader_to_ddp" if subject.patch else "the loader as it is"
+    if subject.is_made:
+        what = "loaders as returned by your factory"
+    what += ", each rank seeded differently" + ", reading the iterable dataset" * world.rank0.is_iterable
+    if (some := len(world.iterating)) < world.world_size:
+        what += f"; {some} ranks iterate their loaders, and the others' shares are cut likewise"
+    if isinstance(subject.make, LoaderFacts) and subject.patch and not world.rank0.is_iterable:
+        fingerprint = subject.options.get("fingerprint", "auto")
+        if has_nothing_to_compare(subject.make.dataset, fingerprint):
+            what += f"; {NOTHING_TO_COMPARE}"
+    return what
+
+
+def _allowed(world: World, epoch: EpochGiven, pads: bool) -> tuple[int, int]:
+    """Return how many samples may be repeated to fill the last round, and how many may be left out.
+
+    If ranks share samples and each makes its own batches, a round has a sample for each rank. Otherwise, a round
+    has a batch for each rank.
+    """
+    rank0, ranks, largest = world.rank0, len(epoch.ranks), epoch.largest_batch
+    uneven = world.subject.options.get("uneven")
+    in_batches = rank0.makes_batches and (epoch.is_sample or not epoch.foreign_batches())
+    of_unit = largest if in_batches else 1
+    lengths = (len(epoch.alone.sizes),) if in_batches else epoch.parts or (len(epoch.alone.items),)
+    fills = of_unit * sum(-length % ranks for length in lengths)
+    if not pads or uneven not in (None, "pad"):
+        fills = 0
+    if rank0.divides_batches and uneven == "keep":  # every rank gets at least one sample of a batch
+        fills = sum(max(0, ranks - size) for size in epoch.parts if size)
+    may_drop = 0
+    if uneven == "drop" or rank0.drops_round:
+        may_drop = of_unit * (ranks - 1) * len(lengths)
+    if rank0.drops_batch and not in_batches:
+        may_drop += ranks * rank0.readers * (largest - 1)
+    if not any(len(given.sizes) for given in epoch.ranks):
+        may_drop = 0  # a training that makes no step learns nothing
+    return fills, may_drop
+
+
+def _errors(epoch: EpochGiven) -> list[str]:
+    """Return what each rank, and the single process, raises."""
+    everyone = [*((f"Rank {rank}", given) for rank, given in enumerate(epoch.ranks)), ("One process", epoch.alone)]
+    return [f"{who} raises {given.error.rstrip().removesuffix('.')}." for who, given in everyone if given.error]
 
 
 def _on_ranks(code: int, epoch: EpochGiven | None) -> str:

@@ -59,9 +59,8 @@ class Pictured:
         often: The fraction of each column's samples that is seen never, once, and more often, shape (3, columns).
         bands: The first and last rank of each band. If there are many ranks, a band has several.
         got: How often a band's ranks get a sample of a column, on average, shape (bands, columns).
-        waiting: The ranks whose waiting is shown; only some if there are many.
-        waits: By title, the costs of the first steps of each of these ranks, and in the last row of the slowest rank of
-            all, shape (ranks + 1, steps); 0 if a rank has no such step. Empty without ``cost``, or if all costs are 0.
+        waits: By title, the costs of the first steps of some ranks, by rank, and as ``"slowest"`` of the slowest of all
+            ranks, shape (steps,); 0 if a rank has no such step. Empty without ``cost``, or if all costs are 0.
     """
 
     epoch: int = 0
@@ -71,8 +70,7 @@ class Pictured:
     often: tuple[tuple[float, ...], ...] = ()
     bands: tuple[tuple[int, int], ...] = ()
     got: tuple[tuple[float, ...], ...] = ()
-    waiting: tuple[int, ...] = ()
-    waits: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    waits: Mapping[str, Mapping[int | str, tuple[float, ...]]] = field(default_factory=dict)
 
 
 # About how many columns there are; and the most bands of ranks whose colours can be told apart.
@@ -94,15 +92,16 @@ def pictured(epoch: EpochGiven, is_comparable: bool, costs: Costs | None, unbala
         unbalanced: The costs of steps without ``cost=``, if ``cost=`` balances the loader.
     """
     positions, world = len(epoch.alone.items), len(epoch.ranks)
-    some = np.linspace(0, world - 1, min(_RANKS, world)).astype(int)
+    some = np.linspace(0, world - 1, min(_RANKS, world)).astype(int).tolist()
     who = {"Ranks": costs} if unbalanced is None else {"Without cost=, ranks": unbalanced, "With cost=, ranks": costs}
     waits = {}
     for ranks, each in who.items():
         if each is not None and (whole := imbalance(each)) is not None:
-            shown = np.vstack([each[some], each.max(axis=0)])[:, :_STEPS]
-            waits[f"{ranks} wait {waiting_text(whole)} of the time"] = tuple(map(tuple, shown.tolist()))
+            rows = {**{rank: each[rank] for rank in some}, "slowest": each.max(axis=0)}
+            shown = {rank: tuple(row[:_STEPS].tolist()) for rank, row in rows.items()}
+            waits[f"{ranks} wait {waiting_text(whole)} of the time"] = shown
     if not positions or not is_comparable:
-        return Pictured(epoch.number, waiting=tuple(some.tolist()), waits=waits)
+        return Pictured(epoch.number, waits=waits)
     turn = world if positions >= max(_ENOUGH * world, _COLUMNS + 1) else 1
     width = -(-positions // (_COLUMNS * turn)) * turn
     groups = np.array_split(np.arange(world), min(world, _BANDS))
@@ -128,7 +127,7 @@ def pictured(epoch: EpochGiven, is_comparable: bool, costs: Costs | None, unbala
     kinds = (never, np.minimum(total, 1) - again, again)
     seen, often = (tuple(round(kind.sum()) for kind in kinds), tuple(map(by_column, kinds)))
     ends = tuple((int(group[0]), int(group[-1])) for group in groups)
-    return Pictured(epoch.number, positions, width, seen, often, ends, tuple(got), tuple(some.tolist()), waits)
+    return Pictured(epoch.number, positions, width, seen, often, ends, tuple(got), waits)
 
 
 # ---- how it is drawn ----
@@ -176,9 +175,9 @@ def svg(shown: Pictured, scheme: str, parts: Sequence[str] = ("shares", "waits")
         if shares:
             _draw_often(panels[0], shown)
             _draw_shares(panels[1], shown)
-        longest = max((sum(costs[-1]) for costs in waits.values()), default=0.0)
+        longest = max((sum(costs["slowest"]) for costs in waits.values()), default=0.0)
         for panel, (title, costs) in zip(panels[len(heights) - len(waits) :], waits.items(), strict=True):
-            _draw_waits(panel, title, shown.waiting, np.array(costs), longest)
+            _draw_waits(panel, title, costs, longest)
         written = StringIO()
         figure.savefig(written, format="svg", facecolor=_PAPER[scheme], metadata={"Date": None, "Creator": None})
     return written.getvalue()
@@ -224,14 +223,14 @@ def _stack(panel: "Axes", shown: Pictured, parts: Sequence[Sequence[float]], col
     return float(below.max())
 
 
-def _draw_waits(panel: "Axes", title: str, ranks: Sequence[int], costs: Costs, longest: float) -> None:
+def _draw_waits(panel: "Axes", title: str, costs: Mapping[int | str, Sequence[float]], longest: float) -> None:
     """Draw each rank's work and waiting in a few steps along a time axis."""
-    slowest, colours = costs[-1], _colours(ranks[-1] + 1)
-    ends = np.cumsum(slowest)
+    ranks, slowest = [rank for rank in costs if isinstance(rank, int)], np.array(costs["slowest"])
+    ends, colours = np.cumsum(slowest), _colours(ranks[-1] + 1)
     for row, rank in enumerate(ranks):
         begins = ends - slowest
-        done = begins + costs[row]
-        panel.barh(row, costs[row], 0.8, begins, color=colours[rank], linewidth=0)
+        done = begins + costs[rank]
+        panel.barh(row, costs[rank], 0.8, begins, color=colours[rank], linewidth=0)
         panel.barh(row, ends - done, 0.45, done, linewidth=0, **_WAITING)
     for end in ends:
         panel.axvline(end, linewidth=0.8, color=_GREY)

@@ -17,9 +17,36 @@ from ddp_patch.auditing.problems import Problem
 from ddp_patch.errors import AuditError
 
 
-@dataclass(frozen=True, slots=True)
-class EpochReport:
-    """The ranks' samples in one epoch, in numbers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesGot:
+    """How many samples the ranks together got too seldom or too often in an epoch.
+
+    Attributes:
+        missing: How many samples no rank got. None if only a part was drawn, or if samples cannot be compared: all are
+            equal, or an iterable dataset makes new samples in each pass.
+        repeated: How many times in all ranks got a sample more often than a single process would, with padding, without
+            foreign samples. None if not known.
+        foreign: How many samples ranks got that a single process never gets. None if not known.
+        padding: How many of the repeats fill the last round.
+        dropped: How many of the missing samples the loader leaves out on purpose.
+    """
+
+    missing: int | None
+    repeated: int | None
+    foreign: int | None
+    padding: int
+    dropped: int
+
+    @property
+    def is_right(self) -> bool:
+        """Whether no sample is known to be missing or repeated, beyond the allowed ones, and none is foreign."""
+        is_filled = self.repeated in (None, self.padding)
+        return is_filled and self.missing in (None, self.dropped) and not self.foreign
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReport(SamplesGot):
+    """The ranks' samples in one epoch, in numbers: besides these, the numbers of ``SamplesGot``.
 
     Attributes:
         epoch: The epoch's number, from 0.
@@ -27,13 +54,6 @@ class EpochReport:
         steps: How many batches each rank got, shape (ranks,).
         expected: How many samples a single process would get.
         distinct: How many different samples a single process would get, as far as samples can be distinguished.
-        missing: How many samples no rank got. None if only a part was drawn, or if samples cannot be compared: all are
-            equal, or an iterable dataset makes new samples in each pass.
-        repeated: How many times in all ranks got a sample more often than a single process would, with padding, without
-            foreign samples. None if not known.
-        padding: How many of these repeats fill the last round.
-        dropped: How many of the missing samples the loader leaves out on purpose.
-        foreign: How many samples ranks got that a single process never gets. None if not known.
         imbalance: The slowest rank's cost divided by the ranks' mean, over all steps; 1 is balanced. None without
             ``cost``.
         unbalanced: The imbalance without ``cost=``, if ``cost=`` balances the loader.
@@ -53,19 +73,8 @@ class EpochReport:
     steps: tuple[int, ...]
     expected: int
     distinct: int
-    missing: int | None
-    repeated: int | None
-    foreign: int | None
-    padding: int
-    dropped: int
     imbalance: float | None = None
     unbalanced: float | None = None
-
-    @property
-    def is_right(self) -> bool:
-        """Whether no sample is known to be missing or repeated, beyond the allowed ones, and none is foreign."""
-        is_filled = self.repeated in (None, self.padding)
-        return is_filled and self.missing in (None, self.dropped) and not self.foreign
 
     def __str__(self) -> str:
         return f"{_range(self.items)} samples per rank in {_in_words([self])}"
@@ -117,7 +126,6 @@ class Report:
     Attributes:
         name: The name of the loader's class, or of the factory.
         how: How the loader was sharded and simulated, in words.
-        world_size: The number of ranks.
         epochs: The ranks' samples, epoch by epoch.
         epochs_differ: Whether every epoch had another order; None if there was only one epoch.
         is_sample: Whether only the first items of each rank were drawn.
@@ -139,13 +147,17 @@ class Report:
 
     name: str
     how: str
-    world_size: int
     epochs: tuple[EpochReport, ...]
     epochs_differ: bool | None
     is_sample: bool
     problems: tuple[Problem, ...]
     allowed: tuple[Problem, ...] = ()
     pictured: Pictured = field(default_factory=Pictured, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.epochs[0].items)
 
     @property
     def ok(self) -> bool:
@@ -178,7 +190,7 @@ class Report:
         """Return the report as JSON values, the same in every run; without ``pictured``, with versions."""
         found = asdict(replace(self, pictured=Pictured()))
         del found["pictured"]
-        return {"ok": self.ok, **found, "versions": _versions()}
+        return {"ok": self.ok, "world_size": self.world_size, **found, "versions": _versions()}
 
     def to_markdown(self) -> str:
         """Return the report as Markdown: a heading with the verdict, a table, and the problems below the table."""

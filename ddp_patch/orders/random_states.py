@@ -293,44 +293,38 @@ def distributed_permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(n, generator=generator)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSeeding:
-    """A ``worker_init_fn`` that seeds each worker by (seed, epoch, rank, worker), then calls the user's function.
+def seed_worker(
+    worker_init_fn: Callable[[int], object] | None, seed: Seed, rank: int, epochs: EpochCounter, worker_id: int
+) -> None:
+    """Seed torch, numpy and ``random`` in a worker by (seed, epoch, rank, worker), then call the user's function.
 
     torch seeds workers from a number that the main process draws. Ranks that are seeded alike, or share a generator,
     draw the same number, so all ranks would augment alike. ``get_worker_info().seed`` is replaced, too, because
     datasets seed their own generators from it.
 
-    Attributes:
+    Args:
         worker_init_fn: The user's function, or None.
         seed: The loader's seed, which is read when a worker starts.
+        rank: The rank.
+        epochs: The number of the next epoch.
+        worker_id: The number of the worker.
+
+    Raises:
+        UnsupportedLoaderError: The worker is a thread, not the main thread of a process.
     """
-
-    worker_init_fn: Callable[[int], object] | None
-    seed: Seed
-    rank: int
-    epochs: EpochCounter
-
-    def __call__(self, worker_id: int) -> None:
-        """Seed torch, numpy and ``random`` in worker ``worker_id``.
-
-        Raises:
-            UnsupportedLoaderError: The worker is a thread, not the main thread of a process.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            raise UnsupportedLoaderError(
-                f"Worker {worker_id} of the loader is a thread, and cannot be seeded by rank: threads use the same "
-                "random states as the sampler, so ranks would draw different orders and lose samples. "
-                "Use a loader whose workers are processes, or num_workers=0."
-            )
-        sequence = _derive(self.seed.value, _WORKER, self.epochs.upcoming, self.rank, worker_id)
-        seed = torch_seed(sequence)
-        torch.manual_seed(seed)
-        np.random.seed(sequence.generate_state(4))
-        random.seed(_python_seed(sequence))
-        replace_worker_seed(seed)
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker_id)
+    if threading.current_thread() is not threading.main_thread():
+        raise UnsupportedLoaderError(
+            f"Worker {worker_id} of the loader is a thread, and cannot be seeded by rank: threads use the same "
+            "random states as the sampler, so ranks would draw different orders and lose samples. "
+            "Use a loader whose workers are processes, or num_workers=0."
+        )
+    sequence = _derive(seed.value, _WORKER, epochs.upcoming, rank, worker_id)
+    torch.manual_seed(torch_seed(sequence))
+    np.random.seed(sequence.generate_state(4))
+    random.seed(_python_seed(sequence))
+    replace_worker_seed(torch_seed(sequence))
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)
 
 
 # How many seconds a thread waits for a thread that has swapped the random states.

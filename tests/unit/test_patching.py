@@ -28,7 +28,7 @@ from ddp_patch import (
 )
 from ddp_patch.errors import NotPatchedError, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import shards_itself
-from ddp_patch.orders.random_states import WorkerSeeding, epoch_seed
+from ddp_patch.orders.random_states import epoch_seed, seed_worker
 
 WORLD: dict[str, Any] = {"rank": 1, "num_replicas": 3}
 
@@ -105,8 +105,8 @@ def test_everything_else_is_kept(batch_size: int | None) -> None:
     patched = patch_dataloader_to_ddp(given, **WORLD)
     assert vars(given) == before
     new = extract_loader_parameters(patched, ignore_data_related_parameters=True)
-    assert isinstance(new["worker_init_fn"], WorkerSeeding)
-    assert new.pop("worker_init_fn").worker_init_fn is kept.pop("worker_init_fn")
+    seeding = new.pop("worker_init_fn")
+    assert (seeding.func, seeding.args[0]) == (seed_worker, kept.pop("worker_init_fn"))
     assert new == kept
     assert patched.dataset is given.dataset
     assert (type(patched), patched.batch_size) == (DataLoader, batch_size)
