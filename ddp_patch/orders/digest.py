@@ -246,23 +246,14 @@ class Digest:
         waiting = self._waiting = [*self._waiting, *items] if self._waiting else list(items)
         hashed, start = self.count - len(waiting), 0
         while (size := next_mark(hashed) - hashed if hashed < _BLOCK else _BLOCK) <= len(waiting) - start:
-            self._add_hash(_hash_of(waiting[start : start + size]), hashed + size)
+            self._note(_hash_of(waiting[start : start + size]), hashed + size)
             hashed, start = hashed + size, start + size
         del waiting[:start]
 
     def add_hash(self, value: int, items: int) -> None:
         """Add a group of items by its hash. All groups of the stream must have the same size."""
         self.count += items
-        self._add_hash(value, self.count)
-
-    def add_names(self, names: Sequence[bytes]) -> None:
-        """Add items by their names. Every rank must add the same groups of names, of at most ``until_mark`` items.
-
-        Source: BLAKE2b, over the digest so far and the names.
-        """
-        self.count += len(names)
-        data = self._value.to_bytes(8, "little", signed=True) + b"\xff".join(names)
-        self._note(_bytes_hash(data), self.count)
+        self._note(value, self.count)
 
     @property
     def value(self) -> int:
@@ -285,12 +276,9 @@ class Digest:
         marked = ((at, value) for at, value in reversed(self.marks.items()) if 0 < at <= count)
         return next(latest, None) or next(marked, None)
 
-    def _add_hash(self, value: int, count: int) -> None:
-        self._note(hash((self._value, value)), count)
-
-    def _note(self, value: int, count: int) -> None:
-        """Record the digest of the first ``count`` items."""
-        self._value = value
+    def _note(self, hashed: int, count: int) -> None:
+        """Record the digest of the first ``count`` items, of which the last ones have this hash."""
+        self._value = value = hash((self._value, hashed))
         self._blocks.append((count, value))
         if count >= self._next:
             self.marks[count], self._next = value, next_mark(count)

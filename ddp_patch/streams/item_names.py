@@ -211,7 +211,7 @@ def marked(items: Iterator[T], report: Report) -> Iterator[T]:
 
     def add() -> None:
         for digest, names in zip(digests, zip(*waiting, strict=True), strict=False):
-            digest.add_names(names)
+            digest.add(names)
         waiting.clear()
 
     for item in items:
