@@ -23,10 +23,17 @@ from ddp_patch.sharding.saved_state import NotedBatch, Position
 from ddp_patch.sharding.state_text import from_text
 from ddp_patch.sharding.wrapper_attributes import AttributeProxy
 from ddp_patch.streams import messages
-from ddp_patch.streams.dataset_reading import NOTHING, RANK, DatasetReading, written_state
+from ddp_patch.streams.dataset_reading import (
+    NOTHING,
+    RANK,
+    DatasetReading,
+    PartStart,
+    StreamShare,
+    this_worker,
+    written_state,
+)
 from ddp_patch.streams.item_names import marked
 from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, Report, SharedReports
-from ddp_patch.streams.stream_share import PartStart, StreamShare, this_worker
 
 T = TypeVar("T")
 

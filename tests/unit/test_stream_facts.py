@@ -11,6 +11,7 @@ from ddp_patch.positions_and_padding import Batching, Part, Plan, Schedule
 from ddp_patch.sharding.saved_state import NotedBatch, Position, States, StreamSnapshot, StreamStart
 from ddp_patch.streams import reports as protocol
 from ddp_patch.streams.dataset import StreamReader
+from ddp_patch.streams.dataset_reading import PartStart, StreamShare
 from ddp_patch.streams.even_rounds import BalancedRounds, rounds_ahead
 from ddp_patch.streams.reports import (
     BEGUN,
@@ -22,7 +23,6 @@ from ddp_patch.streams.reports import (
     position_of_parts,
 )
 from ddp_patch.streams.stream_passes import StreamSource
-from ddp_patch.streams.stream_share import PartStart, StreamShare
 
 BATCHING = Batching(2, drop_last=False)
 KNOWN = [StreamSnapshot(StreamStart(1, part, part)) for part in range(3)]
