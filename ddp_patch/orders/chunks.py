@@ -4,7 +4,7 @@ import copy
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from itertools import compress, islice, repeat
@@ -111,19 +111,17 @@ class Drawn(Iterator[Chunk[T]]):
         copies: bool = True,
         digest: "Digest | None" = None,
     ) -> None:
-        self._random_context, self._plan, self._rounds, self._digest = random_context, plan, rounds, digest
+        self._random_context, self._plan, self._digest = random_context, plan, digest
         self._left = repeat(True, sys.maxsize)
         self._items: Iterator[Any] = compress(iterator, self._left)  # a fast count: each item takes one of _left
-        self._copies, self._step, self._adapts = copies, step, adapts
+        self._copies, self._step, self._sizes = copies, step, _rounds_of_chunks(step, rounds, adapts)
+        next(self._sizes)
         self._taken, self._to_skip = taken, taken if first is None else 0
         # Whether the first rounds of chunks have indices or lists of indices, and how many samples the largest of them
         # has.
         self._is_plain = False
         self._samples = plan.num_replicas
-        self._next_rounds = step if rounds is None else next(rounds)
-        self._kept: list[Any] = []  # the kept items of the present chunk
         self._is_first = True  # whether no chunk was drawn yet
-        self._steps_before = 0  # how many steps the latest chunk had
         self.first: list[T] = [] if first is None else first[: plan.num_replicas - 1]
         self._is_ended = False
         self._failure: Exception | None = None
@@ -154,8 +152,7 @@ class Drawn(Iterator[Chunk[T]]):
         while self._to_skip and not self._is_ended:
             size = min(self._to_skip, MOST_AHEAD)
             with self._random_context():
-                items = self._draw_all(size, copy_item if self._copies else None)
-            self._kept = []
+                items = self._draw_all([], size, copy_item if self._copies else None)
             self.first += items[: max(0, most - len(self.first))]
             self._to_skip -= len(items)
 
@@ -171,18 +168,14 @@ class Drawn(Iterator[Chunk[T]]):
         self.skip()
         if self._is_ended:
             raise StopIteration
-        ranks, start = self._plan.num_replicas, self._drawn
-        if not self._is_first and self._adapts is not None and self._adapts(self._steps_before):
-            self._rounds, self._next_rounds = repeat(self._step), self._step
-        size = self._next_rounds * ranks
-        self._steps_before = self._next_rounds // self._step
-        self._kept = list[T]()
+        ranks, start, kept = self._plan.num_replicas, self._drawn, list[T]()
+        size = self._sizes.send(self._rounds_ahead()) * ranks
         with self._random_context():
             try:  # keep the items before an exception
                 if self._copies and (self._is_first or size > ranks):
-                    self._inspect_round()
+                    self._inspect_round(kept)
                     size = min(size, max(self._step, self._rounds_ahead()) * ranks)
-                self._draw(start + size - self._drawn)
+                self._draw(kept, start + size - self._drawn)
             except Exception as error:  # noqa: BLE001 - the user's own error, raised after the items before it
                 self._failure = error
         length = self._drawn - start
@@ -190,15 +183,9 @@ class Drawn(Iterator[Chunk[T]]):
             self._is_ended = True
             length -= length % ranks  # an incomplete round would say that the stream has ended
         if length < size:
-            del self._kept[len(range(length)[self._of_rank(length)]) :]
+            del kept[len(range(length)[self._of_rank(length)]) :]
         self._is_first = False
-        more = 2 * self._next_rounds if self._rounds is None else next(self._rounds)
-        self._next_rounds = self._in_steps(min(more, self._rounds_ahead())) if self._rounds is None else more
-        return Chunk(length, self._kept) if length else self._chunk()
-
-    def _in_steps(self, rounds: int) -> int:
-        """Return how many of the rounds make whole steps; at least one step."""
-        return max(1, rounds // self._step) * self._step
+        return Chunk(length, kept) if length else self._chunk()
 
     @property
     def begins_at(self) -> int:
@@ -214,7 +201,7 @@ class Drawn(Iterator[Chunk[T]]):
         before = self._drawn // self._plan.num_replicas // _PART_AHEAD if self._is_plain else 0
         return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
 
-    def _inspect_round(self) -> None:
+    def _inspect_round(self, kept: list[T]) -> None:
         """Draw a whole round, and learn from it what the stream's items are: on every rank the same."""
         are_lazy: list[bool] = []
 
@@ -222,7 +209,7 @@ class Drawn(Iterator[Chunk[T]]):
             are_lazy.append(isinstance(item, Iterator))
             return copy_item(item)
 
-        items = self._draw_all(self._plan.num_replicas, copied)
+        items: list[Any] = self._draw_all(kept, self._plan.num_replicas, copied)
         if any(are_lazy):  # read each batch into a list from now on: several lazy batches may draw from one source
             self._items = map(copy_item, self._items)
         self._copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
@@ -230,44 +217,52 @@ class Drawn(Iterator[Chunk[T]]):
         self._is_plain = all(isinstance(index, int | np.integer) for index in first)
         self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
 
-    def _draw(self, size: int) -> None:
+    def _draw(self, kept: list[T], size: int) -> None:
         """Draw ``size`` items, keep this rank's, and add all to the digest."""
-        if self._digest is None:
-            self._take(size)
-        else:
-            self._draw_all(size, copy_item if self._copies else None)
+        if self._digest is not None:
+            self._draw_all(kept, size, copy_item if self._copies else None)
+        elif not self._is_ended:  # copy and keep only this rank's: other ranks' may be large
+            before = self._drawn
+            first, last, step = self._of_rank(size).indices(size)
+            items = islice(self._items, first, last, step)
+            kept.extend(map(copy_item, items) if self._copies else items)
+            if last < size:
+                deque(islice(self._items, size - last), maxlen=0)
+            self._is_ended = self._drawn - before < size
 
-    def _draw_all(self, size: int, copied: Callable[[Any], Any] | None) -> list[Any]:
+    def _draw_all(self, kept: list[T], size: int, copied: Callable[[Any], Any] | None) -> list[T]:
         """Draw ``size`` items, keep this rank's, add all to the digest, and return all.
 
         Args:
+            kept: The list of this rank's items.
             size: How many items to draw.
             copied: Copies each item as it comes, because its source may change it later; None to copy none.
         """
-        items = list[Any]()
+        items = list[T]()
         if self._is_ended or size <= 0:
             return items
         drawn = islice(self._items, size)
         try:
             items.extend(drawn if copied is None else map(copied, drawn))
         finally:  # also keep the items before an exception
-            self._kept += items[self._of_rank(size)]
+            kept += items[self._of_rank(size)]
             if self._digest is not None:
                 self._digest.add(items)
         self._is_ended = len(items) < size
         return items
 
-    def _take(self, size: int) -> None:
-        """Draw ``size`` items; copy and keep only this rank's."""
-        if self._is_ended:
-            return
-        before = self._drawn
-        first, last, step = self._of_rank(size).indices(size)
-        items = islice(self._items, first, last, step)
-        self._kept.extend(map(copy_item, items) if self._copies else items)
-        if last < size:
-            deque(islice(self._items, size - last), maxlen=0)
-        self._is_ended = self._drawn - before < size
+
+def _rounds_of_chunks(
+    step: int, rounds: Iterator[int] | None, adapts: Callable[[int], bool] | None
+) -> Generator[int, int, None]:
+    """Yield how many rounds each chunk of ``Drawn`` has. Before each, how many may be drawn at once is sent."""
+    yield 0
+    planned = step if rounds is None else next(rounds)
+    while True:
+        most = yield planned
+        if adapts is not None and adapts(planned // step):
+            rounds = repeat(step)
+        planned = max(1, min(2 * planned, most) // step) * step if rounds is None else next(rounds)
 
 
 def split_chunks(plan: Plan, drawn: Drawn[T], on_end: Callable[[int], None]) -> Iterator[list[T]]:
