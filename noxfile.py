@@ -12,7 +12,8 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests", "lint", "types"]
 
 INTEGRATIONS = ["tests/integrations", "docs/recipes.md", "docs/streams.md"]  # what needs other packages
-APART = ["tests/deepspeed", "tests/torchft", "tests/torchtitan", "tests/nodes"]  # what has sessions of its own
+# What has sessions of its own.
+APART = ["tests/composer", "tests/deepspeed", "tests/torchft", "tests/torchtitan", "tests/nodes"]
 WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in [*INTEGRATIONS, *APART]]
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -34,6 +35,7 @@ MEASURED = [
     "peers",
     "packages",
     "unpatched",
+    "composer",
     "deepspeed",
     "torchtitan",
     "torchft",
@@ -47,6 +49,7 @@ RESUMING = [f"tests/integrations/test_{name}.py" for name in ("accelerate_resume
 RESUMING += [
     f"tests/integrations/test_{name}.py" for name in ("ignite_attached", "lightning_callback", "lightning_resume")
 ]
+COMPOSER = ["mosaicml==0.32.1", "torch==2.7.0", "torchvision==0.22.0"]  # it takes no newer torch
 BROWSERS = ["chromium", "chromium-browser", "google-chrome"]  # those that the session screenshots looks for
 # What MosaicML's streams need for what the session packages tries. All of their needs would be clouds' clients, too.
 STREAMING_NEEDS = ["brotli", "python-snappy", "xxhash", "zstd"]
@@ -152,6 +155,15 @@ def torchft(session: nox.Session) -> None:
     run_tests(session, "tests/torchft")
     environment = {"PYTHONPATH": "docs/examples/frameworks", "OMP_NUM_THREADS": "1"}
     session.run("python", "-W", "ignore", "benchmarks/replicas.py", *session.posargs, env=environment)
+
+
+@nox.session(requires=["package"])
+def composer(session: nox.Session) -> None:
+    """Train and resume with Composer, and see what it does unpatched, for ``docs/frameworks.md``; about 6 GB."""
+    install_with(session, *COMPOSER)
+    run_tests(session, "tests/composer", *session.posargs)
+    environment = {"PYTHONPATH": os.pathsep.join(["tests", "tests/integrations"]), "OMP_NUM_THREADS": "1"}
+    session.run("python", "-W", "ignore", "benchmarks/unpatched.py", "with_composer", env=environment)
 
 
 @nox.session(requires=["package"])
@@ -396,12 +408,17 @@ def install_wheel(session: nox.Session, extras: str, *options: str) -> None:
     session.install("--no-deps", "--force-reinstall", str(wheel))
 
 
-def test_with(session: nox.Session, *versions: str) -> None:
-    """Test the wheel with these versions of what it needs; what tests it is of the versions of constraints.txt."""
+def install_with(session: nox.Session, *versions: str) -> None:
+    """Install the wheel with these versions of other packages; what tests it is of the versions of constraints.txt."""
     (wheel,) = DIST.glob("*.whl")
     tools = {requirement.lower() for requirement in EXTRAS["test"] + EXTRAS["audit"]}
     pinned = [line for line in PINNED if line.split("==")[0].lower() in tools]
     session.install("--upgrade", *versions, *pinned, f"{wheel}[test]", "pip")  # which uv's environments lack
+
+
+def test_with(session: nox.Session, *versions: str) -> None:
+    """Test the wheel with these versions of what it needs."""
+    install_with(session, *versions)
     session.run("python", "-m", "pip", "check")
     written = [] if session.posargs else [f"--write-compatibility={session.name.partition('-')[0]}"]
     run_tests(session, *WITHOUT_INTEGRATIONS, *written, *session.posargs)

@@ -65,6 +65,7 @@ def test_a_script_of_the_pages_starts_its_ranks(name: str, tmp_path: Path) -> No
 
 def test_no_script_is_left_out() -> None:
     # In test_training.py, test_ray_elastic.py, and where sessions of their own try them.
-    elsewhere = {"lightning_weights", "ray_elastic", "deepspeed_loop", "torchft_replicas", "torchtitan_loader"}
+    elsewhere = {"lightning_weights", "ray_elastic"}
+    elsewhere |= {"composer_trainer", "deepspeed_loop", "torchft_replicas", "torchtitan_loader"}
     tried = {*CHECKPOINTS, *TRAIN, *SOAKED, "notebook", "ray_train", *elsewhere}
     assert {path.stem for path in FOLDER.glob("*.py")} == tried
