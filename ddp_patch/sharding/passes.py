@@ -270,7 +270,7 @@ class RankItems(Items, Generic[T]):
         size = self._passes.batching.size
         first = self._passes.loader.batches_ahead * size
         while delivery.batches is None and (moment := first + delivery.next_comparison * size) < self.given:
-            yield islice(run, moment - self.taken)
+            yield islice(run, max(0, moment - self.taken))  # a loop that went on after an error may be past it
             if delivery.batches is None:
                 delivery.compare()
         yield run

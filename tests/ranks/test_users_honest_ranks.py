@@ -271,6 +271,34 @@ def all_skip_the_same_items_of_a_stream(job: Job) -> None:
     job.train(train, set(range(480)) - set(stream.skips), epochs=2)
 
 
+class Damaged(users.Numbers):
+    """Cannot read some samples."""
+
+    def __init__(self, samples: range) -> None:
+        self.damaged = samples
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.damaged:
+            raise OSError
+        return super().__getitem__(index)
+
+
+@program("complete", all_reduce="each epoch")
+def all_ask_on_after_samples_that_cannot_be_read(job: Job) -> None:
+    damaged = range(SIZE * job.world, 2 * SIZE * job.world)  # the second batch of each rank
+    train = job.patch(loader(Damaged(damaged)))
+    for _ in range(2):
+        batches, epoch = iter(train), job.begin(set(range(N)) - set(damaged))
+        while True:
+            try:
+                epoch.take(next(batches))
+            except OSError:
+                continue
+            except StopIteration:
+                break
+        job.end()
+
+
 @program("complete", each={"at once": True, "one after the other": False})
 def two_loops_share_a_loader(job: Job, at_once: bool) -> None:
     train = job.patch(loader(shuffle=True, generator=users.seeded()))
