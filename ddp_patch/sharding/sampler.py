@@ -137,6 +137,17 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
     # ---- attributes of what is wrapped ----
 
+    @property
+    def epoch(self) -> int:
+        """As ``EpochSampler.epoch``. Setting it also sets the attribute of a sampler that has no ``set_epoch``."""
+        return super().epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+        if "epoch" in getattr(holder := self._holder("epoch"), "__dict__", ()) and not hasattr(holder, "set_epoch"):
+            holder.epoch = epoch
+
     def _wrapped(self) -> Iterator[Any]:
         # Samplers that torch or this package puts between the loader and the user's sampler lack its attributes.
         current: Any = self._wrapped_sampler

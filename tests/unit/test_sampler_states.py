@@ -337,6 +337,28 @@ def test_what_a_user_sets_on_a_sampler_counts_always() -> None:
     assert (list(again), flat(again)) == ([], drawn_by(9, 8))
 
 
+class ByAttribute(Sampler[int]):
+    """Is told the epoch by its attribute."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(permuted(random.Random(self.epoch), N))
+
+
+@pytest.mark.parametrize("epochs", [(0, 1, 2), (3, 1, 1, 7)])
+def test_an_epoch_that_a_user_sets_on_a_sampler_by_attribute_is_the_one_that_it_draws(epochs: tuple[int, ...]) -> None:
+    train: Any = patch_dataloader_to_ddp(given(sampler=ByAttribute()), rank=0, num_replicas=1)
+    for epoch in epochs:
+        train.sampler.epoch = epoch
+        assert [int(index) for batch in train for index in batch] == permuted(random.Random(epoch), N)
+        assert train.sampler.epoch == epoch
+
+
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_a_loader_that_is_restored_counts_on_from_its_state_also_where_another_loader_has_counted(
     is_counted: bool,
