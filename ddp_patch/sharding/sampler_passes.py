@@ -180,6 +180,7 @@ class SamplerPasses(Passes[T]):
         # The epochs of nested samplers, as they were last set here. A user may set others, past the outer sampler.
         self._epochs_told = epochs_in(self.sampler)
         self._following = 0  # the epoch after the latest pass
+        self._length_before: int | None = None  # the sampler's length when the latest pass began
 
     # ---- what is drawn ----
 
@@ -286,6 +287,8 @@ class SamplerPasses(Passes[T]):
             states.load(start.states)  # a sampler that has a state may have been iterated since
         else:
             start = Position(number, (0,), states=self.snapshot(number))
+        if not self.order.is_looked_up:
+            self._length_before = self.length_if_any(number)
         with self.epochs.beginning(start):
             source = self._chosen_source(start, draw)
         current = Pass(
@@ -406,7 +409,8 @@ class SamplerPasses(Passes[T]):
             )
         if self.order.is_looked_up or (told := self.length_if_any(start.epoch)) is None:
             return
-        if told != length and self.is_first("length"):
+        # A sampler that grows by what it has drawn has another length by now.
+        if length not in {told, self._length_before} and self.is_first("length"):
             warnings.warn(
                 f"{self.name} yielded {counted(length, 'item')} and its len() says {told}. All {length} were "
                 "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "

@@ -1,6 +1,7 @@
 """What samplers draw from belongs to the passes of their loader, whatever others draw, count or look at meanwhile."""
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice, product
@@ -357,6 +358,29 @@ def test_an_epoch_that_a_user_sets_on_a_sampler_by_attribute_is_the_one_that_it_
         train.sampler.epoch = epoch
         assert [int(index) for batch in train for index in batch] == permuted(random.Random(epoch), N)
         assert train.sampler.epoch == epoch
+
+
+class Grows(Sampler[int]):
+    """Is longer in each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __len__(self) -> int:
+        return min(N, 8 * (self.epochs + 1))
+
+    def __iter__(self) -> Iterator[int]:
+        length = len(self)
+        self.epochs += 1
+        return iter(range(length))
+
+
+def test_a_sampler_that_grows_by_what_it_has_drawn_tells_the_length_of_each_epoch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train: Any = patch_dataloader_to_ddp(given(sampler=Grows()), rank=0, num_replicas=1)
+        for epoch in range(3):
+            assert len(train.sampler) == 8 * (epoch + 1) == sum(len(batch) for batch in train)
 
 
 @pytest.mark.parametrize("is_counted", [False, True])
