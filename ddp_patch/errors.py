@@ -184,7 +184,7 @@ class RankMismatchError(DDPPatchError, RuntimeError):
 
 
 class AlreadyPatchedError(DDPPatchError, RuntimeError):
-    """The loader is already sharded, for another rank or number of ranks, or with other options."""
+    """The loader is already sharded, for another rank or number of ranks."""
 
 
 class NotPatchedError(DDPPatchError, AssertionError):

@@ -151,7 +151,8 @@ def patch_dataloader_to_ddp(
             ``"auto"``.
         uneven: What to do with the last round if the ranks do not divide the samples evenly. ``"pad"`` repeats the
             first samples (equal steps, nothing lost). ``"drop"`` leaves the round out (equal steps, nothing repeated).
-            ``"keep"`` gives some ranks one item less (nothing lost or repeated, but steps may differ by one).
+            ``"keep"`` gives some ranks one item less (nothing lost or repeated, but steps may differ by one; of a
+            stream, by one for each worker).
         seed: A whole number of at least 0, the same on every rank. By default each loader gets its own seed, which is
             the same on every rank. The default follows from rank 0's ``torch.initial_seed()`` and from how many loaders
             like this one were patched before. In a ``process_group`` of only some ranks, 0 replaces

@@ -58,8 +58,8 @@ class DDPSamplerWrapper(ShardedSampler[T]):
             memory. Pass False to keep the sampler's own order.
         pad_data_to_num_gpus: True means ``uneven="pad"``, False means ``uneven="drop"``.
         options: Keywords that mean the same as in ``patch_dataloader_to_ddp``: ``num_replicas`` and ``rank``,
-            ``process_group``, ``device_mesh``, ``uneven`` (overrides ``pad_data_to_num_gpus``), ``layout``, ``order``,
-            ``seed`` and ``timeout``.
+            ``process_group``, ``device_mesh``, ``uneven`` (overrides ``pad_data_to_num_gpus``), ``layout``, ``seed``
+            and ``timeout``.
 
     Raises:
         InvalidOptionError: An option has a value that it does not take.

@@ -71,10 +71,11 @@ def audit(
     Args:
         loader: One of the following, or a dict or list of them:
 
-            - a loader. The loader is copied for every rank, and not changed. - a function ``make()`` that returns a
-            loader, or a dict or list of loaders. - a function ``make(rank, world_size)`` that returns a rank's finished
-            loader, prepared by any library, or a dict or list of loaders. These loaders are not patched. ``make(0, 1)``
-            is called, too: it shows what a single process would get.
+            - a loader. The loader is copied for every rank, and not changed.
+            - a function ``make()`` that returns a loader, or a dict or list of loaders.
+            - a function ``make(rank, world_size)`` that returns a rank's finished loader, prepared by any library, or a
+              dict or list of loaders. These loaders are not patched. The audit calls ``make(0, 1)``, too, to see what a
+              single process would get.
 
             The audit iterates each rank's loader over a dataset that returns indices instead of samples. So it calls no
             dataset's ``__getitem__``, except if each rank has other data in a list, array or tensor. An iterable

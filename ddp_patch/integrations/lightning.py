@@ -7,7 +7,6 @@ from math import inf
 from typing import Any, NamedTuple, Unpack
 
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -218,7 +217,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc] # types are checked with
 
 def _may_end_apart(trainer: Any, loader: DataLoader[Any]) -> bool:
     """Return whether ranks may predict in unequal numbers of steps: with DDP, no rank waits for another."""
-    return type(trainer.strategy) is DDPStrategy and not isinstance(loader.dataset, IterableDataset)
+    # By name, because the package pytorch_lightning has a class of its own.
+    return type(trainer.strategy).__name__ == "DDPStrategy" and not isinstance(loader.dataset, IterableDataset)
 
 
 def _patched_alone(given: DataLoader[Any], options: Mapping[str, Any]) -> DataLoader[Any]:

@@ -42,8 +42,8 @@ class QuorumLoader(Generic[T]):
             there is one.
 
     Raises:
-        InvalidOptionError: An option cannot be kept when replicas come and go: ``share="by_worker"``, or
-            ``uneven="keep"`` without ``share="within_batches"``.
+        InvalidOptionError: An option cannot be kept when replicas come and go: ``share="by_worker"``,
+            ``layout="contiguous"``, or ``uneven="keep"`` without ``share="within_batches"``.
         AlreadyPatchedError: Something else shards the loader.
         WorldError: The environment announces several ranks in this replica, and there is no process group.
         UnsupportedLoaderError: The loader has one iterator for all epochs, or cannot be sharded.

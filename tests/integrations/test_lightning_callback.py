@@ -4,13 +4,14 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from frameworks.kinds import KINDS, Batch, Stream
+from frameworks.kinds import KINDS, Batch, Stream, tiny_model
 from frameworks.lightning_trainer import Trained, every_step, quiet_trainer
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -166,6 +167,43 @@ def test_evaluation_takes_no_options_of_training() -> None:
     assert [seen["predict"] for seen, _ in ranks] == [[[0]]] * RANKS  # fewer samples than ranks are padded
     first, again = (list(chain.from_iterable(orders[run] for _, orders in ranks)) for run in (0, 1))
     assert sorted(chain.from_iterable(first)) == sorted(chain.from_iterable(again)) == list(NUMBERS)
+
+
+def by_the_other_import(rank: int, world_size: int) -> tuple[Seen, Seen]:
+    """What a rank trains and predicts with a Trainer of the package pytorch_lightning, which has classes of its own."""
+    world, other = on_ranks(rank, world_size), import_module("pytorch_lightning")
+    trained: Seen = []
+    predicted: Seen = []
+
+    class Elsewhere(other.LightningModule):  # type: ignore[misc, name-defined]  # its module is found at run time
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny_model()
+
+        def training_step(self, numbers: torch.Tensor) -> Any:
+            trained.append(numbers.tolist())
+            return self.model(numbers[:, None].float()).square().sum()
+
+        def predict_step(self, numbers: torch.Tensor) -> None:
+            predicted.append(numbers.tolist())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.000001)
+
+    module = Elsewhere()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {"accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False, **quiet, **world}
+    trainer = other.Trainer(callbacks=[PatchDataLoaders()], **options)
+    trainer.fit(module, DataLoader(NUMBERS[:22], 2, shuffle=True))
+    trainer.predict(module, DataLoader(NUMBERS[:5], 2))
+    return trained, predicted
+
+
+def test_the_other_package_of_lightning_takes_the_callback_too() -> None:
+    ranks = run_ranks(by_the_other_import, RANKS)
+    trained, predicted = ([*chain.from_iterable(rank[stage] for rank in ranks)] for stage in (0, 1))
+    assert sorted(chain.from_iterable(trained)) == list(range(22))
+    assert sorted(chain.from_iterable(predicted)) == list(range(5))  # without padding
 
 
 class TwoValidations(Module):
