@@ -17,12 +17,12 @@ import torch.distributed as dist
 from pages import show_and_put
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-import ddp_patch.ranks.exchange
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.orders.chunks import Drawn, start_iterating
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.positions_and_padding import Plan
+from ddp_patch.ranks import agreement
 from ddp_patch.testing import run_ranks
 
 ITEMS = 100_000
@@ -67,13 +67,14 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     meet_as_torchrun_does(rank, world_size)
     loader: DataLoader[Any] = DataLoader(np.arange(ITEMS), batch_size=100, sampler=Shuffled())  # type: ignore[arg-type]
     records: list[int] = []
-    original = ddp_patch.ranks.exchange._Meeting.bring
+    module: Any = agreement
+    original = module.exchange
 
-    def bring(meeting: Any, record: Any, refusal: str = "") -> None:
+    def noted(members: Any, doing: str, record: Any, *how: Any) -> Any:
         records.append(len(json.dumps(record, default=str)))
-        original(meeting, record, refusal)
+        return original(members, doing, record, *how)
 
-    ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]
+    module.exchange = noted
     patch_ms = timed(lambda: patch_dataloader_to_ddp(loader))
     indices, stream = (in_steps(patch_dataloader_to_ddp(made(world_size))) for made in (drawn, streamed))
     made = statistics.median(each for each in indices if each > 0.01)  # some are left out, as they would take long
@@ -97,7 +98,7 @@ def in_steps(loader: DataLoader[Any]) -> list[float]:
     monitor: Any = loader.sampler.rank_passes.monitor  # type: ignore[attr-defined]  # ours
     spent: list[float] = []
     monitor.compare = timing(monitor.compare, spent)
-    monitor.give_step = timing(monitor.give_step, spent)
+    monitor.report_step = timing(monitor.report_step, spent)
     dist.barrier()
     for _ in loader:
         time.sleep(STEP_MS / 1000)

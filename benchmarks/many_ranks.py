@@ -29,12 +29,13 @@ from ddp_patch.evaluation.gather import OwnOutputs
 from ddp_patch.evaluation.shares import share_of_step
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.options import Options
+from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import Digest
-from ddp_patch.ranks import agreement, claims, pass_monitor, patient_store
+from ddp_patch.ranks import agreement, claims
 from ddp_patch.ranks.agreement import Subject, agree
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.exchange import exchange
-from ddp_patch.ranks.pass_facts import Digests, Progress, State, next_count
+from ddp_patch.ranks.pass_facts import Progress, next_count
 from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.patched_loaders import patched_facts
@@ -129,14 +130,17 @@ class Passing:
     def __init__(self, rank: int) -> None:
         key = f"passes/{HERE.world}"
         rules = Rules(is_begun_by_all=True)
-        self.monitor = PassMonitor(Claims(key, key, rank, range(HERE.world)), rules)
+        self.monitor = PassMonitor(Claims(key, rank, range(HERE.world)), rules)
         self.given, self.state, self.digest, self.passes = 0, State.RUNNING, Digest(), 0
         self.begin()
 
     def begin(self) -> None:
         """Begin a pass."""
         self.given, self.state, self.digest = 0, State.RUNNING, Digest()
-        self.begun = self.monitor.begin(self.passes, 0, self.progress, Digests(lambda: self.digest.marks))
+        marks = self.digest.marks
+        self.begun = self.monitor.begin(
+            self.passes, 0, self.progress, lambda: {count: (value, 0) for count, value in marks.items()}
+        )
         self.passes += 1
 
     def progress(self) -> Progress:
@@ -322,7 +326,7 @@ def main() -> None:
     dist.get_rank = lambda *_: HERE.rank
     dist.get_world_size = lambda *_: HERE.world
     dist.is_initialized = lambda: True
-    for module in (agreement, claims, pass_monitor, patient_store):
+    for module in (agreement, claims):
         module.default_store = lambda: HERE.store  # type: ignore[attr-defined]  # as they import it
     distributed_c10d._get_default_store = lambda: HERE.store
     head = ["", "on a rank", *(f"W = {world}" for world in WORLDS), "formula"]

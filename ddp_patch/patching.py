@@ -12,24 +12,23 @@ from typing import Any, Literal, Protocol, SupportsIndex, TypeVar, Unpack, cast,
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ddp_patch.compat.private_packages import ACCELERATE_PREPARED, gather_in_accelerate, repeats_over_ranks
 from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
-from ddp_patch.loaders.columns import Column
+from ddp_patch.loaders.columns import Column, lists_in
 from ddp_patch.loaders.copying import METHODS, copy_loader, notice_if_iterated
 from ddp_patch.loaders.facts import (
     NOTHING_TO_COMPARE,
     LoaderFacts,
     ShardedUnit,
-    claim_of,
+    claimed_by,
     data_digest,
     data_of,
     has_nothing_to_compare,
-    held_for_workers,
     look_at,
 )
 from ddp_patch.loaders.hooks import script_line
@@ -37,6 +36,7 @@ from ddp_patch.loaders.recognition import (
     error_context,
     require_loader,
     samplers_within,
+    says_ranks_differ,
     sharded_by,
     streams_in,
     tell_if_assumed,
@@ -125,9 +125,9 @@ def patch_dataloader_to_ddp(
 
     After this call, ranks synchronise only in ``restore_loader``, in gathering, in weighing by ``weight_of``, and in
     steps with ``share="by_worker"``. Through the process group's store, the ranks also compare their passes over all
-    loaders: epochs, numbers of batches, and drawn items. A rank waits for the comparison only at the end of a stream of
-    unknown length (3 s, or two steps if these take longer), and at the end of a pass that other ranks have not begun
-    (10 s for each loader).
+    loaders: epochs, numbers of batches, and drawn items. A rank waits for the comparison only at the end of a pass that
+    other ranks have not begun, or of a stream of unknown length that they have not ended: 10 s each, until a wait for
+    the loader was in vain.
 
     Args:
         loader: A finished loader, or a list, tuple (also named) or dict of loaders, nested as you like. The ranks
@@ -327,25 +327,22 @@ def _unshared(operation: str, loaders: Mapping[str, L]) -> list[L]:
 
 
 def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World) -> Subject:
-    if facts.sharded_by is not None:
-        # Ranks of an explicit world cannot compare. A patched loader was compared when it was patched.
-        is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
-        claim = None if is_believed else claim_of(facts)
-        compared, columns = _data_compared(facts, options, world) if claim is not None else ({}, ())
-        return Subject({**facts.described, **compared}, None, facts.made_for, place, claim, columns=columns)
-    compared = {**facts.described, **({"cost": "none"} if options.costs is None else options.costs.described)}
-    splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
-    held = held_for_workers(facts) if splits_itself else {}
-    by_user, columns = _data_compared(facts, options, world)
-    return Subject({**compared, **by_user}, facts.stream, facts.made_for, place, held=held, columns=columns)
+    is_sharded, can_compare = facts.sharded_by is not None, world.share_of_rank is not None
+    # A patched loader was compared when it was patched.
+    is_new = not isinstance(facts.sharded_by, EpochSampler)
+    data, columns = _data_compared(facts, options) if can_compare and is_new and facts.has_all_data else ({}, ())
+    known: Mapping[str, object] = {}
+    if can_compare and is_new and is_sharded:
+        known = claimed_by(facts, even=options.uneven != "keep")
+    elif can_compare and not is_sharded and facts.unit is ShardedUnit.ITERABLE and options.by_worker:
+        known = {} if says_ranks_differ(facts.dataset) else lists_in(facts.dataset)
+    costs = {} if is_sharded else {"cost": "none"} if options.costs is None else options.costs.described
+    stream = None if is_sharded else facts.stream
+    return Subject({**facts.described, **costs, **data}, stream, facts.made_for, place, known, columns)
 
 
-def _data_compared(
-    facts: LoaderFacts[Any], options: Options, world: World
-) -> tuple[Mapping[str, object], Sequence[Column]]:
+def _data_compared(facts: LoaderFacts[Any], options: Options) -> tuple[Mapping[str, object], Sequence[Column]]:
     """Return what ranks compare of their data at the patch: the user's fingerprint, or columns."""
-    if world.share_of_rank is None or not facts.has_all_data:
-        return {}, ()
     if callable(options.fingerprint):
         return {"fingerprint of its data": data_digest(facts.dataset, options.fingerprint, ())}, ()
     return {}, facts.stream.columns if options.fingerprint == "auto" else ()
@@ -434,34 +431,30 @@ def _watched(facts: LoaderFacts[L], agreed: Agreed, place_share: Callable[..., L
     if (claims := agreed.claims) is None or is_compared or not is_torchs:
         return loader
     name, by_name = f"{kind.__name__} {agreed.place}", type(by).__name__
-    has_all_data = facts.has_all_data
     lengths: Literal["alike", "warned", "any"] = "warned" if getattr(by, "is_ddp_aware", None) is True else "alike"
     if agreed.options.uneven == "keep":
         lengths = "any"
+    knows_all, parts = any(sampler is by for sampler in samplers_within(facts.iterated)), None
+    if claims.read_one_stream and not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):
+        parts = Parts(
+            lambda: name,
+            partial(_why_parts_overlap, by_name),
+            replicas=agreed.world.replicas,
+            sampler=by if knows_all else None,
+            workers=max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1,
+        )
     rules = Rules(
         name=lambda: name,
         forgets_looks=True,
         lengths=lengths,
         why={"order": partial(_why_parts_are_uneven, by_name), "data": lambda: agreed.data_named},
-        data_digest=partial(agreed.data_digest, facts.dataset) if has_all_data else str,
+        data_digest=partial(agreed.data_digest, facts.dataset) if facts.has_all_data else str,
         is_begun_by_all=agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1,
+        parts=parts,
     )
-    knows_all, parts = any(sampler is by for sampler in samplers_within(facts.iterated)), None
-    if claims.read_one_stream and not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):
-        why = partial(_why_parts_overlap, by_name)
-        shuffles = getattr(by, "shuffle", False) is True and callable(getattr(by, "set_epoch", None))
-        parts = Parts(
-            rules.name,
-            why,
-            replicas=agreed.world.replicas,
-            knows_all=knows_all,
-            is_torchs=knows_all and type(by) is DistributedSampler,
-            shuffles=knows_all and shuffles,
-            workers=max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1,
-        )
     clone = place_share(loader)
-    monitor = PassMonitor(claims, rules, parts)
-    OwnMethods(clone, None, monitor=monitor, data=data_of(facts.dataset) if knows_all else "")
+    data = data_of(facts.dataset) if knows_all else ""
+    OwnMethods(clone, None, monitor=PassMonitor(claims, rules), data=data)
     return clone
 
 
@@ -473,12 +466,13 @@ def _why_parts_are_uneven(name: str) -> str:
 
 
 def _why_samples_are_the_same(part: object, attribute: str) -> str:
-    name, source = type(part).__name__, "what it holds or draws"
-    if attribute:
-        source = f"a {type(getattr(part, attribute)).__name__} (attribute {attribute!r})"
+    name, source = type(part).__name__, getattr(part, attribute)
+    remedy = "Make it an IterableDataset that yields these items"
+    if isinstance(source, IterableDataset):
+        remedy = f"Give the loader the iterable dataset itself, DataLoader(dataset.{attribute}, ...) without a sampler"
     return (
-        f"{name}.__getitem__ takes what comes next from {source}, whatever its index, so all ranks get the same. Make "
-        "it an IterableDataset that yields these items, or let __getitem__ return the item of its index."
+        f"{name}.__getitem__ may take what comes next from a {type(source).__name__} (attribute {attribute!r}), "
+        f"whatever its index, so all ranks get the same. {remedy}; or let __getitem__ return the item of its index."
     )
 
 

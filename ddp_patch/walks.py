@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import reduce
 from itertools import islice
 from operator import getitem
-from types import CodeType, FunctionType, MemberDescriptorType
+from types import MemberDescriptorType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -76,29 +76,6 @@ def walk(start: object, parts: Callable[[Any], Iterable[object]]) -> Iterator[An
             seen.add(id(found))
             yield found
             waiting += parts(found)
-
-
-def code_run(kind: type, methods: Iterable[str], without: Collection[str] = ()) -> Iterator[CodeType]:
-    """Yield the code of methods of a class, of the methods that this code names, and of the functions within.
-
-    Args:
-        kind: The class.
-        methods: The methods' names.
-        without: The names of methods that are left out.
-    """
-
-    def codes(names: Iterable[str]) -> Iterator[CodeType]:
-        for name in names:
-            for base in kind.__mro__ if name not in without else ():
-                if isinstance(method := vars(base).get(name), FunctionType):
-                    yield method.__code__
-                    if name not in method.__code__.co_names:  # otherwise it may call its base's method
-                        break
-
-    def reached(code: CodeType) -> list[CodeType]:
-        return [*codes(code.co_names), *(part for part in code.co_consts if isinstance(part, CodeType))]
-
-    return (code for start in codes(methods) for code in walk(start, reached))
 
 
 # The types that torch's own functions collate without calling other code, and the containers that may have them.

@@ -1,6 +1,7 @@
 """Ranks in one process that claim facts of their passes in one store, step by step."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch.distributed as dist
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import Digest
-from ddp_patch.ranks import claims, pass_monitor, patient_store
+from ddp_patch.ranks import claims
 from ddp_patch.ranks.claims import Claims
-from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Digests, Progress, Stage, next_count
+from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Progress, Stage, next_count
 from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
 
 __all__ = ["Connection", "Rank", "connected", "new_store", "rule_of", "run_together"]
@@ -24,6 +25,11 @@ _SAYS = {
     "length": "took more of it",
     "data": "differ at the same indices",
 }
+
+
+def marks_of(digest: Digest) -> dict[int, tuple[int, int]]:
+    """Return the marks of items that have no numbers beside their names."""
+    return {count: (value, 0) for count, value in digest.marks.items()}
 
 
 def new_store() -> Any:
@@ -55,8 +61,7 @@ class Connection:
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each rank find its own connection."""
-    for module in (claims, pass_monitor, patient_store):
-        monkeypatch.setattr(module, "default_store", lambda: Connection.current)
+    monkeypatch.setattr(claims, "default_store", lambda: Connection.current)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
 
 
@@ -87,7 +92,7 @@ class Rank:
         rules = Rules(
             has_one_order=has_one_order, forgets_looks=has_one_order if forgets_looks is None else forgets_looks
         )
-        self.monitor = PassMonitor(Claims("loader", "ranks", rank, range(ranks)), rules)
+        self.monitor = PassMonitor(Claims("ranks/loader", rank, range(ranks)), rules)
 
     def runs(self, program: Sequence[tuple[Any, ...]]) -> Iterator[None]:
         """Do what each act of a program says, which begins with its name, in steps."""
@@ -111,10 +116,9 @@ class Rank:
         def progress() -> Progress:
             return Progress(given, given, state, None if is_own else self.slack, given)
 
-        begun = self.monitor.begin(epoch, options["item"], progress, Digests(lambda: digest.marks))
+        begun = self.monitor.begin(epoch, options["item"], progress, lambda: marks_of(digest))
         assert begun is not None
-        begins = begun.word.begins._replace(other_passes=options["others"], data=options["data"])
-        begun.word = begun.word._replace(begins=begins)
+        begun.word = begun.word._replace(other_passes=options["others"], data=options["data"])
         yield
         for number in range(batches):
             digest.add(options["order"][number])
@@ -135,7 +139,8 @@ class Rank:
             digest.end()
         self._tell(begun, progress())
         if over is State.FAILED:
-            self.monitor.report(begun)
+            with suppress(RankMismatchError):
+                self.monitor.compare(begun)
         elif over is not State.RUNNING:
             self.monitor.compare(begun)
         yield

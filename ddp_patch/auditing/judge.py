@@ -11,6 +11,7 @@ from ddp_patch.auditing.ranks import Numbers, RankGiven
 from ddp_patch.auditing.report import EpochReport, Report, SamplesGot
 from ddp_patch.auditing.world import Costs, Coverage, EpochGiven, StepCosts, World, signature
 from ddp_patch.loaders.facts import NOTHING_TO_COMPARE, LoaderFacts, has_nothing_to_compare
+from ddp_patch.loaders.recognition import streams_in
 from ddp_patch.validation import counted
 
 
@@ -244,6 +245,10 @@ def _how(world: World) -> str:
     what += ", each rank seeded differently" + ", reading the iterable dataset" * world.rank0.is_iterable
     if (some := len(world.iterating)) < world.world_size:
         what += f"; {some} ranks iterate their loaders, and the others' shares are cut likewise"
+    if not world.rank0.is_iterable and (held := next(streams_in(world.rank0.base), None)) is not None:
+        part, attribute = held
+        kind = type(getattr(part, attribute)).__name__
+        what += f"; indices may not name samples: {type(part).__name__} holds a {kind} (attribute {attribute!r})"
     if isinstance(subject.make, LoaderFacts) and subject.patch and not world.rank0.is_iterable:
         fingerprint = subject.options.get("fingerprint", "auto")
         if has_nothing_to_compare(subject.make.dataset, fingerprint):

@@ -37,7 +37,7 @@ from ddp_patch.orders.orders import is_torch_sampler
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.ranks.claims import unwatched
-from ddp_patch.sharding.refusals import require_index, unit_shared
+from ddp_patch.sharding.refusals import unit_shared
 from ddp_patch.sharding.sampler import EpochSampler
 
 Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
@@ -339,9 +339,6 @@ class Rank:
         drops_round: Whether a sampler leaves out the last, incomplete round of ranks.
         base: The dataset below torch's ``Subset`` layers.
         is_in_memory: Whether the dataset has its samples in memory.
-
-    Raises:
-        UnsupportedLoaderError: The dataset ignores its index, so indices do not show which samples ranks get.
     """
 
     def __init__(self, subject: Audited, rank: int, world_size: int, seeded_as: int) -> None:
@@ -350,7 +347,6 @@ class Rank:
         self._ambient = PrivateRNG(_SEED, seeded_as)
         with self._ambient, unwatched():
             facts = subject.made_for(rank, world_size)
-        require_index(facts)
         self._facts: LoaderFacts[Any] = facts
         by, is_unbatched = facts.sharded_by, facts.unit is ShardedUnit.UNBATCHED
         gives_batches = any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)

@@ -407,11 +407,6 @@ def has_own_iteration(loader_kind: type) -> bool:
     return iterates is not DataLoader and not iterates.__module__.startswith(f"{_TORCHDATA}.")
 
 
-# The names in a loader's own ``__iter__`` that show that it draws from samplers, or calls its base class.
-DRAWS_FROM_SAMPLERS: Final = frozenset(
-    {"sampler", "batch_sampler", "_index_sampler", "__iter__", "iterator", MAKE_ITERATOR, RUNNING_ITERATOR}
-)
-
 # The module with the variable that ``get_worker_info()`` reads.
 _WORKER: Final[Any] = _private("torch.utils.data._utils.worker", "Sharing an iterable dataset")
 

@@ -12,11 +12,13 @@ a cache that fills; a list of another length            nothing       nothing
 
 import copy
 import os
+import re
 from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
+from functools import partial
 from hashlib import blake2b
 from inspect import getclosurevars
 from itertools import chain, islice
@@ -27,10 +29,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from ddp_patch.compat.private_packages import is_hugging_face_table, is_table, rows_at
+from ddp_patch.compat.private_packages import is_hugging_face_stage, is_hugging_face_table, is_table, rows_at
 from ddp_patch.orders.digest import as_array, few_numbers, few_places, fingerprint
 from ddp_patch.orders.random_states import is_users
-from ddp_patch.walks import LOOKED_AT, elements, stored, walk
+from ddp_patch.walks import LOOKED_AT, held, stored, walk
 
 # How many elements of a column are read, evenly spread; how many rows of Hugging Face's tables, which may have
 # pictures.
@@ -46,8 +48,11 @@ _PLAIN: Final = (list, tuple, range, array, np.ndarray, np.memmap, torch.Tensor)
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _NO_DATASETS: Final = {*_PLAIN, *_DICTS, str, int, float, bool, type(None)}
 
-# Begins the suffix of further columns with the same name.
-_NUMBER: Final = " (number "
+# Lists whose names have one of these words may differ between ranks.
+_OWN: Final = ("seed", "rank", "device", "cache")
+# The names that tempfile gives files and folders of one process, and the query of a URL, which may be a signature.
+_OF_ONE_PROCESS: Final = re.compile(r"\btmp[a-z0-9_]{8}\b|(?<=.)\?.*")
+
 # What distinguishes a column's elements; a larger number is surer.
 NOTHING, VALUES, NUMBERS, NAMES = range(4)
 
@@ -85,13 +90,18 @@ class Verdict(NamedTuple):
     kept: Sequence[str]
 
 
-def columns_of(dataset: Any) -> tuple[Column, ...]:
+def columns_of(dataset: Any, names: Collection[str] | None = None, most: int = _MOST) -> tuple[Column, ...]:
     """Return the columns of a dataset, and of the datasets in it. ``__getitem__`` of a dataset is never called.
 
     A column is plain data or a table: the dataset itself, ``Subset.indices``, a tensor of a ``TensorDataset``, or an
     attribute, within two levels of dicts and objects, with as many elements as its dataset has samples. An element
     counts by its texts and whole numbers; by its value if it has none. A path counts by its last parts. Parts that all
     elements have in common do not count. A list with a None in it is a cache, and no column.
+
+    Args:
+        dataset: The dataset.
+        names: Only the columns with these names; None for all.
+        most: How many elements of each column are read.
 
     Examples:
         >>> halves = [Subset(range(10), range(start, start + 5)) for start in (0, 5)]
@@ -100,8 +110,9 @@ def columns_of(dataset: Any) -> tuple[Column, ...]:
         (['the indices of a Subset', 'the elements of a range'], False)
     """
     return tuple(
-        Column(holder, name, summary.digest, summary.tells, summary.tells > NOTHING and not summary.is_of_places)
-        for holder, name, summary in _summaries(dataset)
+        column
+        for holder, name, values in _columns(dataset)
+        if (names is None or name in names) and (column := _column(holder, name, values, most)) is not None
     )
 
 
@@ -115,9 +126,8 @@ def columns_digest(dataset: Any, names: Collection[str]) -> str:
         >>> before == columns_digest(rows, ["the elements of a list"]), columns_digest(rows, [])
         (False, '')
     """
-    most = _MOST_IN_ALL // max(1, len(names))
-    digests = {name: summary.digest for _, name, summary in _summaries(dataset, names, most)} if names else {}
-    return _digest(sorted(digests.items())) if names and len(digests) == len(names) else ""
+    columns = columns_of(dataset, names, _MOST_IN_ALL // len(names)) if names else ()
+    return _digest(sorted((one.name, one.digest) for one in columns)) if names and len(columns) == len(names) else ""
 
 
 def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
@@ -147,48 +157,30 @@ def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
     )
 
 
-def _summaries(
-    dataset: Any, names: Collection[str] | None = None, most: int = _MOST
-) -> Iterator[tuple[str, str, "_Summary"]]:
-    """Yield the dataset, the name and the summary of each column; of the columns with some names, or of all."""
-    for holder, name, values in _columns(dataset, names):
-        if names is None or name in names:
-            with suppress(Exception):  # the user's elements may raise anything
-                if (summary := _summary_of(values, most)) is not None:
-                    yield holder, name, summary
-
-
-def _columns(dataset: Any, names: Collection[str] | None) -> Iterator[tuple[str, str, Any]]:
+def _columns(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield the dataset, the name and the values of each column of a dataset and of the datasets in it."""
-    wanted = None if names is None else {name.partition(_NUMBER)[0] for name in names}
     holders, named, seen = Counter[str](), Counter[str](), set[int]()
     for part in islice(_datasets(dataset), LOOKED_AT):
         kind, n = type(part).__name__, _length(part)
         holders[kind] += 1
         for name, value, least in _held(part) if n >= 0 else ():
-            if (wanted is not None and name not in wanted) or (values := plain_data(value)) is None:
-                continue
-            if len(values) == n >= least and id(value) not in seen:
+            if (values := plain_data(value)) is not None and len(values) == n >= least and id(value) not in seen:
                 seen.add(id(value))
-                named[name] += 1
-                yield f"{kind} {holders[kind]}", f"{name}{_NUMBER}{named[name]})" if named[name] > 1 else name, values
+                yield f"{kind} {holders[kind]}", _numbered(name, named), values
+
+
+def _numbered(name: str, named: Counter[str]) -> str:
+    """Return a name with its number, if it was given before."""
+    named[name] += 1
+    return f"{name} (number {named[name]})" if named[name] > 1 else name
 
 
 def _datasets(dataset: Any) -> Iterator[Any]:
     """Yield a dataset and all datasets in it, from the outside in; also a list that is a ``Subset``'s dataset."""
-    for part in walk(dataset, _inner):
+    for part in walk(dataset, partial(held, is_wanted=_is_dataset)):
         yield part
         if isinstance(part, Subset) and not _is_dataset(part.dataset):
             yield part.dataset
-
-
-def _inner(part: Any) -> Iterator[Any]:
-    """Yield the datasets that are attributes of a dataset, or in a list or dict that begins with a dataset."""
-    for value in stored(part).values():
-        if _is_dataset(value):
-            yield value
-        elif any(map(_is_dataset, islice(elements(value), 1))):
-            yield from filter(_is_dataset, elements(value))
 
 
 def _length(part: Any) -> int:
@@ -247,29 +239,70 @@ def plain_data(value: Any) -> Any:
     return value if is_table(value) or is_hugging_face_table(value) else None
 
 
+# ---- lists of what a dataset reads ----
+
+
+def lists_in(dataset: Any) -> dict[str, str]:
+    """Return the lists of texts and of whole numbers, such as files, in a dataset and the objects that it wraps.
+
+    The lists of two ranks differ if each rank built its dataset for a part of the data. A list is described by its
+    length, its first and last element, and a digest. Variables in the closures of functions count, too. Single values,
+    such as an id, a date or a folder, may rightly differ, and so may seeds, ranks, devices and caches. Names that
+    ``tempfile`` makes, and the part of a URL after ``?``, don't count.
+
+    Examples:
+        >>> class Part(Dataset):
+        ...     def __init__(self, files):
+        ...         self.files, self.made_by = files, id(self)
+        >>> lists_in(Part(["data/0.tar", "data/1.tar"]))
+        {'Part.files': '2, from 0.tar to 1.tar (digest d13bb7d1e8bc74fe)'}
+    """
+    found, named, seen = dict[str, str](), Counter[str](), set[int]()
+    for part in islice(walk(dataset, partial(held, is_wanted=_is_of_stream)), LOOKED_AT):
+        for name, value in attributes(part, closures=True):
+            is_own = any(word in name.lower().rpartition(".")[2] for word in _OWN)
+            if is_own or id(value) in seen or (values := plain_data(value)) is None:
+                continue
+            seen.add(id(value))
+            shown = _shown(elements_at(values, spread(len(values), _MOST)))
+            if shown or not len(values):
+                ends = f", from {shown[0]} to {shown[-1]} (digest {_digest(shown)})" if shown else ""
+                found[_numbered(name, named)] = f"{len(values)}{ends}"
+    return found
+
+
+def _is_of_stream(part: object) -> bool:
+    return isinstance(part, Dataset) or is_hugging_face_stage(part)
+
+
+def _shown(looked_at: list[Any]) -> list[str | int]:
+    """Return elements that are whole numbers or texts; of paths, the last parts; of other elements, nothing."""
+    if {*map(type, looked_at)} == {int}:
+        return looked_at
+    if not all(isinstance(element, str | os.PathLike) for element in looked_at):
+        return []
+    return _apart([_OF_ONE_PROCESS.sub("", os.fspath(element)) for element in looked_at], last_parts)
+
+
 # ---- elements ----
 
 
-class _Summary(NamedTuple):
-    """The summary of a column: its digest, what tells its elements apart, and whether these are their positions."""
-
-    digest: str
-    tells: int
-    is_of_places: bool
-
-
-def _summary_of(values: Any, most: int) -> _Summary | None:
-    """Return the summary of a column, by evenly spread elements; None for a cache, which has None in it."""
+def _column(holder: str, name: str, values: Any, most: int) -> Column | None:
+    """Return a column, by evenly spread elements; None for a cache, which has None in it, and for unreadable data."""
     n = len(values)
     places = spread(n, most)
-    if (rows := _rows_of(values, places)) is not None:
-        shown, by = rows
-    else:
-        looked_at = elements_at(values, places)
-        if type(None) in map(type, looked_at):
-            return None
-        shown, by = _described(looked_at)
-    return _Summary(_digest((n, shown)), by if len({*shown}) == len(shown) else NOTHING, shown == places)
+    try:
+        if (rows := _rows_of(values, places)) is not None:
+            shown, by = rows
+        else:
+            looked_at = elements_at(values, places)
+            if type(None) in map(type, looked_at):
+                return None
+            shown, by = _described(looked_at)
+        tells = by if len({*shown}) == len(shown) else NOTHING
+        return Column(holder, name, _digest((n, shown)), tells, tells > NOTHING and shown != places)
+    except Exception:  # noqa: BLE001 - the user's elements may raise anything
+        return None
 
 
 def _rows_of(values: Any, places: list[int]) -> tuple[list[Any], int] | None:

@@ -6,7 +6,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import chain, cycle, islice
 from types import GeneratorType
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -16,8 +16,7 @@ from ddp_patch.compat.private_torch import RUNNING_ITERATOR, RunningLoader, has_
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.columns import Column, columns_digest, columns_of, compared
 from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
-from ddp_patch.loaders.parts_held import held_by
-from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, says_ranks_differ, sharded_by, world_of
+from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by, world_of
 from ddp_patch.loaders.samples import is_one_shot, length_of, nested_samplers, or_unknown, steps_of
 from ddp_patch.options import Fingerprint
 from ddp_patch.orders.digest import fingerprint
@@ -26,9 +25,6 @@ from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
 L = TypeVar("L", bound=DataLoader[Any])
-
-# What ranks compare of a loader that is sharded already, as plain data.
-Claim: TypeAlias = Mapping[str, Any]
 
 # Iterators that cannot be started again: a loader that keeps such an iterator goes on with it.
 _RUNNING = (RunningLoader, GeneratorType, map, filter, zip, chain, islice, cycle)
@@ -281,25 +277,31 @@ def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
 NOTHING_TO_COMPARE = "ranks compare no data: it holds no list, array or tensor that tells its samples apart"
 
 
-def claim_of(facts: LoaderFacts[Any]) -> Claim:
-    """Return what the ranks compare of a loader that is sharded already, before they compare its passes.
+def claimed_by(facts: LoaderFacts[Any], *, even: bool) -> dict[str, object]:
+    """Return what the ranks compare of a loader that is sharded already, by name, without what is not known.
 
     For torch's ``DistributedSampler``, its settings are compared, too.
 
+    Args:
+        facts: The facts of the loader.
+        even: Whether ranks have to make equally many steps.
+
     Examples:
-        >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, seed=7)
-        >>> claim = claim_of(look_at(DataLoader(range(10), batch_size=2, sampler=sampler)))
-        >>> claim["steps"], claim["settings"]["seed"]
-        (3, 7)
+        >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, shuffle=False)
+        >>> for name, value in claimed_by(look_at(DataLoader(range(10), sampler=sampler)), even=False).items():
+        ...     print(f"{name}: {value}")
+        shuffle of its DistributedSampler: False
+        drop_last of its DistributedSampler: False
+        number of samples of its DistributedSampler: 10
     """
-    holder = facts.sharded_by
-    claim: dict[str, Any] = {"name": type(holder).__name__, "steps": steps_of(facts.loader), "settings": {}}
+    holder, name = facts.sharded_by, type(facts.sharded_by).__name__
+    claimed = {f"batches of its {name} (uneven='keep' lets them differ)": steps_of(facts.loader)} if even else {}
     if isinstance(holder, DistributedSampler):
         # Without a shuffle, the seed has no effect.
-        names = ("seed", "shuffle", "drop_last")[1 if getattr(holder, "shuffle", None) is False else 0 :]
-        claim["settings"] = {name: getattr(holder, name, None) for name in names}
-        claim["settings"]["number of samples"] = length_of(getattr(holder, "dataset", None), ())
-    return claim
+        settings = ("seed", "shuffle", "drop_last")[1 if getattr(holder, "shuffle", None) is False else 0 :]
+        claimed |= {f"{setting} of its {name}": getattr(holder, setting, None) for setting in settings}
+        claimed[f"number of samples of its {name}"] = length_of(getattr(holder, "dataset", None), ())
+    return {fact: value for fact, value in claimed.items() if value is not None}
 
 
 def data_of(dataset: object) -> str:
@@ -353,8 +355,3 @@ def data_digest(dataset: object, by: Fingerprint, columns: Collection[str]) -> s
             "fingerprint=None to compare no data."
         )
     return fingerprint([value])
-
-
-def held_for_workers(facts: LoaderFacts[Any]) -> Mapping[str, Sequence[Any]]:
-    """Return the lists that must be the same on every rank if an iterable dataset splits itself by workers."""
-    return {} if says_ranks_differ(facts.dataset) else held_by(facts.dataset)

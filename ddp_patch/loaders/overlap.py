@@ -22,6 +22,11 @@ _SCALARS = (str, bytes, int, float, bool, np.generic)
 _ODD, _MASK = 0x9E3779B1, 2**32 - 1
 
 
+# If no sampler shows the indices of a rank's part, the first samples of a pass are hashed, and then those of every 7th
+# batch: a number of workers that take turns is seldom a multiple of 7.
+SAMPLES, _EACH = 256, 7
+
+
 class Sketch:
     """The smallest hashes of a rank's samples so far in a pass, so that all ranks choose the same samples to compare.
 
@@ -47,13 +52,13 @@ class Sketch:
         Cohen and Kaplan, Summarizing Data Using Bottom-k Sketches (2007).
     """
 
-    def __init__(self, most: int = 256) -> None:
+    def __init__(self, most: int = SAMPLES) -> None:
         self.seen: int = 0
         self.added: int = 0
         self.order: int = 0
         self.batches: list[Sequence[int]] = []
         self._most, self._largest = most, _MASK
-        self._counts = Counter[int]()
+        self._kept = set[int]()
         self._last: Sequence[int] = ()
 
     def add(self, hashes: Sequence[int]) -> None:
@@ -62,17 +67,23 @@ class Sketch:
         self.order = hash((self.order, *hashes))  # a hash of whole numbers is the same in every process
         if self.seen < self._most:
             self.batches.append(hashes)
-        self._counts.update([one for one in self._last if one <= self._largest])  # soon only a few hashes
-        if len(self._counts) >= 2 * self._most:
-            kept = nsmallest(self._most, self._counts)
-            self._counts, self._largest = Counter({one: self._counts[one] for one in kept}), kept[-1]
+        self._kept.update([one for one in self._last if one <= self._largest])  # soon only a few hashes
+        if len(self._kept) >= 2 * self._most:
+            self._kept, self._largest = {*self.hashes}, self.hashes[-1]
         self.seen += len(self._last)
         self._last = hashes
 
     @property
     def hashes(self) -> list[int]:
         """The hashes in order."""
-        return nsmallest(self._most, self._counts)
+        return nsmallest(self._most, self._kept)
+
+    def add_batch(self, batch: Any) -> None:
+        """Add the samples of a batch."""
+        if self.seen < self._most or not self.added % _EACH:
+            self.add(row_hashes(batch, self._most))
+        else:
+            self.added += 1
 
 
 class NotedIndices:

@@ -2,12 +2,11 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Set
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dis import get_instructions
 from functools import partial
-from itertools import chain, pairwise, product
-from types import CodeType, FunctionType
+from itertools import chain, product
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,10 +23,9 @@ from ddp_patch.compat.private_packages import (
     splits_by_node,
     webdataset_world,
 )
-from ddp_patch.compat.private_torch import DRAWS_FROM_SAMPLERS
 from ddp_patch.errors import AssumedShardedWarning, DDPPatchError, NotALoaderError, message_of
 from ddp_patch.loaders.samples import inner_samplers, iterated_by, nested_samplers
-from ddp_patch.walks import code_run, first_parts, held, stored, walk
+from ddp_patch.walks import first_parts, held, stored, walk
 
 # A rank and the number of ranks.
 HeldWorld: TypeAlias = tuple[int, int]
@@ -222,21 +220,10 @@ def nested_datasets(dataset: object) -> Iterator[object]:
 
 
 def streams_in(dataset: object) -> Iterator[tuple[object, str]]:
-    """Yield each map-style dataset that may return items in its own order, and the attribute that yields them.
+    """Yield each map-style dataset that may return items in its own order, and the attribute that may yield them.
 
-    The attribute is an iterable dataset, a loader or an iterator; or empty for a dataset that ignores its index.
-    Nothing is yielded if the dataset shards itself.
-    """
-    parts = [] if any(map(shards_itself, _in_dataset(dataset))) else [*nested_datasets(dataset)]
-    for part in parts:
-        # An iterable dataset first: the remedy is a loader over it.
-        for kind in () if isinstance(part, IterableDataset) else (IterableDataset, DataLoader, Iterator):
-            yield from ((part, name) for name, value in stored(part).items() if isinstance(value, kind))
-    yield from ((part, "") for part in parts if ignores_index(type(part)))
-
-
-def ignores_index(kind: type) -> bool:
-    """Return whether a class's ``__getitem__`` never uses its index.
+    The attribute is an iterable dataset, a loader, an iterator or a queue. Nothing is yielded if the dataset shards
+    itself.
 
     Examples:
         >>> class Limited(Dataset):
@@ -244,45 +231,14 @@ def ignores_index(kind: type) -> bool:
         ...         self.iterator = iter(stream)
         ...     def __getitem__(self, index):
         ...         return next(self.iterator)
-        >>> [name for _, name in streams_in(Limited([1, 2]))], ignores_index(Limited)
-        (['iterator', ''], True)
+        >>> [name for _, name in streams_in(Limited([1, 2]))]
+        ['iterator']
     """
-    method = getattr(kind, "__getitem__", None)
-    if not isinstance(method, FunctionType) or hasattr(kind, "__getitems__") or method.__code__.co_argcount < 2:
-        return False
-    index = method.__code__.co_varnames[1]
-    named = (step.argval for step in get_instructions(method))
-    return not any(index in name if isinstance(name, tuple) else name == index for name in named)
-
-
-def ignores_samplers(kind: type) -> bool:
-    """Return whether the ``__iter__`` of a loader's class reads its dataset, and names no sampler.
-
-    Return False if the method passes the loader on to other code.
-
-    Examples:
-        >>> class Fast(DataLoader):
-        ...     def __iter__(self):
-        ...         for start in range(0, len(self.dataset), self.batch_size):
-        ...             yield self.dataset[start : start + self.batch_size]
-        >>> ignores_samplers(Fast), ignores_samplers(DataLoader)
-        (True, False)
-    """
-    run = [*code_run(kind, ["__iter__"])]
-    names = {name for code in run for name in code.co_names}
-    itself = {code.co_varnames[0] for code in run if code.co_argcount and not code.co_name.startswith("<")}
-    return "dataset" in names and not names & DRAWS_FROM_SAMPLERS and not any(_hands_on(itself, code) for code in run)
-
-
-def _hands_on(names: Set[str], code: CodeType) -> bool:
-    """Return whether code uses an object of one of these names for more than its attributes."""
-    for step, later in pairwise(get_instructions(code)):
-        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # Python 3.13 loads two at once
-        if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and not names.isdisjoint(loaded):
-            is_attribute = loaded[-1] in names and later.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"))
-            if not is_attribute or not names.isdisjoint(loaded[:-1]):
-                return True
-    return False
+    parts = [] if any(map(shards_itself, _in_dataset(dataset))) else [*nested_datasets(dataset)]
+    for part in parts:
+        # An iterable dataset first: the remedy is a loader over it.
+        for kind in () if isinstance(part, IterableDataset) else (IterableDataset, DataLoader, Iterator | deque):
+            yield from ((part, name) for name, value in stored(part).items() if isinstance(value, kind))
 
 
 def _is_sampler(value: object) -> bool:

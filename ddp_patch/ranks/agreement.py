@@ -18,8 +18,7 @@ import torch.distributed as dist
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, RankMismatchWarning
 from ddp_patch.loaders.columns import Column, Verdict, compared
-from ddp_patch.loaders.facts import Claim, StreamFacts, data_digest
-from ddp_patch.loaders.parts_held import first_differing
+from ddp_patch.loaders.facts import StreamFacts, data_digest
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
@@ -113,8 +112,7 @@ class Subject:
         stream: The stream to shard; None if the loader is sharded already.
         made_for: The rank and the number of ranks that an already sharded loader was made for, if known.
         label: The loader's name among several loaders; empty for a single loader.
-        claim: What the loader shows of how it is sharded already; None if it is not, or was compared before.
-        held: The lists in its dataset, such as files, if the dataset splits itself over all ranks' workers.
+        known: What must be the same on every rank, if all ranks know it, by name.
         columns: The columns of its dataset that the ranks compare.
     """
 
@@ -122,8 +120,7 @@ class Subject:
     stream: StreamFacts | None
     made_for: HeldWorld | None = None
     label: str = ""
-    claim: Claim | None = None
-    held: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    known: Mapping[str, object] = field(default_factory=dict)
     columns: Sequence[Column] = ()
 
 
@@ -216,8 +213,7 @@ def _report(subject: Subject, generators: Sequence[RandomGenerator], is_first: b
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [*map(generator_state, generators)] if is_first else [],
         "made_for": subject.made_for,
-        "claim": subject.claim,
-        "held": subject.held,
+        "known": subject.known,
     }
 
 
@@ -239,28 +235,20 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
             verdicts.append(require_same_data(columns, lengths))
     facts: dict[int, dict[str, object]] = {rank: {} for rank in reported}
     for label, of_ranks in loaders:
-        differing = first_differing({rank: loader["held"] for rank, loader in of_ranks.items()})
+        known_to_all = set.intersection(*({*loader["known"]} for loader in of_ranks.values()))
         for rank, loader in of_ranks.items():
-            found = {**loader["compared"], **differing[rank]}
+            found = loader["compared"] | {name: fact for name, fact in loader["known"].items() if name in known_to_all}
             facts[rank] |= {f"{label} {name}".strip(): value for name, value in found.items()}
     require_same(AGREEING, {rank: facts[rank] | report["common"] for rank, report in reported.items()})
     shares = {rank: report["share"] for rank, report in reported.items()}
     for label, of_ranks in loaders:
-        with error_context(label):
-            _require_that_fit(shares, first["common"], of_ranks)
+        if all(loader["made_for"] for loader in of_ranks.values()):
+            with error_context(label):
+                require_all_shares({rank: (shares[rank], (*one["made_for"],)) for rank, one in of_ranks.items()})
     return [
         {**_decide(first, of_ranks), "columns": verdict.kept, "likely": likely_text(label, verdict)}
         for (label, of_ranks), verdict in zip(loaders, verdicts, strict=True)
     ]
-
-
-def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mapping[int, Report]) -> None:
-    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit."""
-    if all(loader["made_for"] for loader in of_ranks.values()):
-        require_all_shares({rank: (shares[rank], (*loader["made_for"],)) for rank, loader in of_ranks.items()})
-    claims: dict[int, Claim] = {rank: loader["claim"] for rank, loader in of_ranks.items() if loader["claim"]}
-    if len(claims) == len(of_ranks):
-        require_alike(claims, even=common["uneven"] != "keep")
 
 
 def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
@@ -346,23 +334,3 @@ def likely_text(label: str, verdict: Verdict) -> str:
         "are lost. Pass fingerprint= a function of the dataset that returns what names its samples, such as its files, "
         "to know which: if these differ, that is an error. Pass fingerprint=None if nothing is lost."
     )
-
-
-def require_alike(claims: Mapping[int, Claim], *, even: bool = True) -> None:
-    """Raise an error unless loaders that are sharded already have equally many steps, and the same settings.
-
-    Args:
-        claims: Each rank's claim.
-        even: Whether ranks have to make equally many steps.
-
-    Raises:
-        RankMismatchError: The numbers of steps or the settings differ.
-    """
-    name = next(iter(claims.values()))["name"]
-    facts = {
-        rank: {f"{setting} of its {name}": value for setting, value in claim["settings"].items()}
-        | ({f"batches of its {name} (uneven='keep' lets them differ)": claim["steps"]} if even else {})
-        for rank, claim in claims.items()
-    }
-    unknown = {fact for told in facts.values() for fact, value in told.items() if value is None}
-    require_same(AGREEING, {rank: {fact: told[fact] for fact in told.keys() - unknown} for rank, told in facts.items()})

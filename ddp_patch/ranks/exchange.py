@@ -1,11 +1,13 @@
-"""Collect a record from every rank, and send every rank an answer, within a deadline.
+"""Collect a record from every rank, and send every rank an answer, within a deadline; pickle values for other ranks.
 
 The ranks use the process group's key-value store, not a collective. So an exchange works with any backend and any
 subset of ranks, leaves no group behind, and can name the missing ranks.
 """
 
 import hashlib
+import io
 import json
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +15,8 @@ from datetime import timedelta
 from itertools import groupby
 from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from ddp_patch import errors
@@ -83,13 +87,6 @@ def digest(value: object) -> str:
 # The first member waits for all others, which wait this much longer for its answer.
 MARGIN_S = 5.0
 
-# The most bytes to put into one value of the store; TCPStore takes no more than 8 MiB.
-_LARGEST_VALUE = 2**22
-
-# The keys that each rank has set in earlier exchanges of the same members. A rank deletes them in a later exchange,
-# which all members join only after the earlier ones.
-_left_behind: dict[tuple[str, int], list[str]] = {}
-
 # The error of the first exchange of the same members in which a rank was missing. Exchanges are counted, so a later one
 # might compare ranks at different points of the script. It raises this error instead.
 _missed: dict[tuple[str, int], str] = {}
@@ -120,13 +117,13 @@ def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, time
         MissingRanksError: A rank did not arrive in time, in this exchange or an earlier one.
         RankMismatchError: A rank refused to take part.
     """
-    meeting = _Meeting(members, doing, timeout)
+    whose = _base(members), dist.get_rank()
     try:
         with store_reached(doing):
-            meeting.bring(record)
+            meeting = _Meeting(members, doing, timeout, record)
             return meeting.judged(judge) if meeting.leads else meeting.answered()
     except MissingRanksError as error:
-        _missed.setdefault((meeting.base, meeting.rank), message_of(error))
+        _missed.setdefault(whose, message_of(error))
         raise
 
 
@@ -135,10 +132,9 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
 
     The other members raise a RankMismatchError with the text of ``error``. This rank does not wait.
     """
-    meeting = _Meeting(members, doing, timeout=0)
     why = f"{type(error).__name__}: {message_of(error)}"
     with suppress(MissingRanksError), store_reached(doing):  # the error that this rank raises says more
-        meeting.bring(None, why)
+        meeting = _Meeting(members, doing, 0, None, why)
         if meeting.leads:
             meeting.announce(refusal(doing, {meeting.rank: why}))
 
@@ -165,41 +161,42 @@ def store_reached(doing: str) -> Iterator[None]:
         ) from error
 
 
-def _sliced(key: str, data: bytes) -> dict[str, bytes]:
-    """Split bytes over keys of the store. The last key, ``key`` itself, is set after the others are there."""
-    first, *slices = [data[at : at + _LARGEST_VALUE] for at in range(0, len(data) or 1, _LARGEST_VALUE)]
-    return {f"{key}/{at}": part for at, part in enumerate(slices)} | {key: b"%d\n" % len(slices) + first}
+def _base(members: Sequence[int]) -> str:
+    """Return the first part of the keys of some ranks."""
+    return f"ddp_patch/{digest([*members])}"
 
 
 class _Meeting:
     """One exchange, by keys in the store.
 
     A rank makes equally many requests for any number of ranks.
+
+    Args:
+        members, doing, timeout, record: As in ``exchange``.
+        refusal: Why this rank refuses to take part; empty if it takes part.
     """
 
-    def __init__(self, members: Sequence[int], doing: str, timeout: float) -> None:
-        self.members, self.doing, self.timeout = list(members), doing, timeout
-        self.rank = dist.get_rank()
-        self.leads = self.rank == self.members[0]
+    def __init__(self, members: Sequence[int], doing: str, timeout: float, record: Any, refusal: str = "") -> None:
+        self.members, self.doing, self.timeout, self.rank = [*members], doing, timeout, dist.get_rank()
         self.store: Any = default_store()
-        self.base = f"ddp_patch/{digest(self.members)}"
-
-    def bring(self, record: Any, refusal: str = "") -> None:
+        self.base = _base(members)
         # Count exchanges in the store, so that a new process group starts from zero.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
-        whose = self.base, self.rank
         if self.number == 1:
-            _left_behind.pop(whose, None)
-            _missed.pop(whose, None)
-        self.left_behind = _left_behind.setdefault(whose, [])
-        if whose in _missed:
+            _missed.pop((self.base, self.rank), None)
+        if (missed := _missed.get((self.base, self.rank))) is not None:
             raise MissingRanksError(
-                f"{self.doing}: {ranks_text(self.members)} may be at different points of the script since an earlier "
-                f"call, in which one was missing. {_missed[whose]} Start all ranks again."
+                f"{doing}: {ranks_text(members)} may be at different points of the script since an earlier call, in "
+                f"which one was missing. {missed} Start all ranks again."
             )
-        self.own = _message(doing=self.doing, refusal=refusal, content=_as_read(record))
+        self.own = _message(doing=doing, refusal=refusal, content=_as_read(record))
         if not self.leads:  # the first member reads its own record here
-            self._leave(self.own, self._key("record", self.rank))
+            self._leave(self.own, f"record/{self.rank}")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first member."""
+        return self.rank == self.members[0]
 
     # No error is kept in a variable: its traceback would refer to the caller's loader, and keep the workers alive.
 
@@ -214,13 +211,13 @@ class _Meeting:
             raise
         except Exception as error:  # the other members wait for an answer, whatever happens here
             raise self.announce(RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")) from error
-        self._leave(_message(content=answer), self._key("answer"))
+        self._leave(_message(content=answer), "answer")
         return answer
 
     def announce(self, failure: DDPPatchError) -> DDPPatchError:
         """Let all other members raise an error, of the nearest class in ``errors``; return the error."""
         kind = next(kind for kind in type(failure).__mro__ if kind.__module__ == errors.__name__)
-        self._leave(_message(error=(kind.__name__, message_of(failure))), self._key("answer"))
+        self._leave(_message(error=(kind.__name__, message_of(failure))), "answer")
         return failure
 
     def answered(self) -> Any:
@@ -231,7 +228,7 @@ class _Meeting:
         came = self._wait([key], seconds) or (self._decide("given up") == "judged" and self._wait([key], MARGIN_S))
         if not came:
             raise self._missing([self.members[0]], seconds, "answer", "it compares the ranks")
-        message = self._read(key, self.store.get(key))
+        message: _Message = json.loads(self.store.get(key))
         self._clear()
         if message["error"]:
             name, text = message["error"]
@@ -241,13 +238,13 @@ class _Meeting:
     def _records(self) -> dict[int, Any]:
         """On the first member: return every rank's record; raise an error if a rank refuses, or does something else."""
         came, others = {self.rank: self.own}, self.members[1:]
-        if keys := [self._key("record", rank) for rank in others]:
+        if keys := [self._key(f"record/{rank}") for rank in others]:
             if not self._wait(keys, self.timeout):
                 missing = [rank for rank, key in zip(others, keys, strict=True) if not self.store.check([key])]
                 here = ranks_text([rank for rank in self.members if rank not in set(missing)])
                 if missing:
                     raise self._missing(missing, self.timeout, "arrive", f"{here} did")
-            came.update(zip(others, map(self._read, keys, self.store.multi_get(keys)), strict=True))
+            came.update(zip(others, map(json.loads, self.store.multi_get(keys)), strict=True))
         self._clear()
         if refused := {rank: message["refusal"] for rank, message in came.items() if message["refusal"]}:
             raise refusal(self.doing, refused)
@@ -260,31 +257,19 @@ class _Meeting:
         return {rank: message["content"] for rank, message in came.items()}
 
     def _clear(self) -> None:
-        """Delete the keys that this rank has set: every member has read them, or never will."""
-        while self.left_behind:
-            self.store.delete_key(self.left_behind.pop())
+        """Delete the keys that this rank has set in the exchange before: every member has come to this one since."""
+        for what in ("answer", "decision") if self.leads else (f"record/{self.rank}",):
+            self.store.delete_key(f"{self.base}/{self.number - 1}/{what}")
 
-    def _leave(self, message: _Message, key: str) -> None:
-        """Put a message into the store, and remember to delete it."""
-        written = _sliced(key, json.dumps(message).encode())
-        self.left_behind += written
-        self.store.multi_set([*written], [*written.values()])
+    def _leave(self, message: _Message, what: str) -> None:
+        self.store.set(self._key(what), json.dumps(message))
 
     def _decide(self, outcome: str) -> str:
         """Set the outcome of this exchange unless a member has set one already; return the outcome."""
-        key = self._key("decision")
-        if self.leads:
-            self.left_behind.append(key)
-        return str(self.store.compare_set(key, "", outcome).decode())
+        return str(self.store.compare_set(self._key("decision"), "", outcome).decode())
 
-    def _key(self, what: str, rank: int | None = None) -> str:
-        return f"{self.base}/{self.number}/{what}" + ("" if rank is None else f"/{rank}")
-
-    def _read(self, key: str, value: bytes) -> _Message:
-        count, _, first = value.partition(b"\n")
-        slices = [f"{key}/{at}" for at in range(int(count))]
-        message: _Message = json.loads(first + b"".join(self.store.multi_get(slices) if slices else ()))
-        return message
+    def _key(self, what: str) -> str:
+        return f"{self.base}/{self.number}/{what}"
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Return whether all keys arrive in time."""
@@ -309,3 +294,45 @@ def _message(doing: str = "", refusal: str = "", error: Sequence[str] | None = N
 def _as_read(value: Any) -> Any:
     """Return a value as another rank reads it from JSON."""
     return json.loads(json.dumps(value, default=str))
+
+
+# ---- values that travel ----
+
+
+def packed(value: Any) -> bytes:
+    """Pickle a value of the user's. Tensors arrive detached, and tensors on other devices are copied through the CPU.
+
+    Unpickling runs code that the sender chooses: SECURITY.md lists where.
+    """
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def unpacked(data: Any) -> Any:
+    """Return the value that ``packed`` has pickled."""
+    return pickle.loads(data)  # noqa: S301 - from a rank of this training
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's values; a contiguous tensor on the CPU shares its memory."""
+    plain: torch.Tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    dense = plain.contiguous()  # its dimensions of one element may still have any stride
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that pickles only the values of a tensor; torch would pickle the whole storage of a view."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to rebuild a tensor, or NotImplemented for the usual way."""
+        is_plain = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
+        if not is_plain or value.is_meta:
+            return NotImplemented
+        data = bytes_of(value).numpy() if value.numel() else np.empty(0, np.uint8)
+        return _tensor, (data, value.dtype, tuple(value.shape), value.device.type)
+
+
+def _tensor(data: Any, dtype: torch.dtype, shape: Sequence[int], device: str) -> torch.Tensor:
+    """Rebuild a tensor from its bytes."""
+    return torch.from_numpy(data).view(dtype).reshape(shape).to(device)

@@ -28,8 +28,16 @@ import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
-from ddp_patch.ranks.exchange import MARGIN_S, exchange, ranks_text, refusal, require_same, store_reached
-from ddp_patch.ranks.packing import packed, unpacked
+from ddp_patch.ranks.exchange import (
+    MARGIN_S,
+    exchange,
+    packed,
+    ranks_text,
+    refusal,
+    require_same,
+    store_reached,
+    unpacked,
+)
 from ddp_patch.validation import counted
 
 T = TypeVar("T")

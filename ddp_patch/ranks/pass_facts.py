@@ -1,4 +1,4 @@
-"""A rank's passes over a loader: their numbers, and the facts that the rank claims: beginning, progress and end.
+"""A rank's passes over a loader: their numbers, and the word that the rank claims of each: beginning, progress, end.
 
 A look is a pass of at most one batch that is not counted; all other passes are numbered. Of each pass, ranks claim a
 word after 2, 4, 8, ... batches: the counts follow from the number of batches alone. A rank whose pass is over after m
@@ -34,8 +34,9 @@ MORE_THAN_A_LOOK = 2
 # Facts are claimed after 2, 4, 8, ... batches; later after 32 more batches, or a quarter more, if this is larger.
 _GAP = 32
 
-# Returns the marks of a pass: the digests of the drawn items by their count, in the order of storing.
-Marks: TypeAlias = Callable[[], dict[int, int]]
+# Returns the marks of a pass, in the order of storing: by the count of drawn items, the digest of the items (of their
+# names, if they have names), and the digest of the numbers beside the names.
+Marks: TypeAlias = Callable[[], dict[int, tuple[int, int]]]
 
 
 def next_count(batches: int) -> int:
@@ -70,29 +71,16 @@ class Progress(NamedTuple):
     items: int | None = None
 
 
-class Beginning(NamedTuple):
-    """How a pass begins.
-
-    Attributes:
-        epoch: The epoch that the pass is over.
-        item: How many items of the epoch were taken before.
-        other_passes: How many passes the rank had begun over its other loaders; None if the ranks do not compare this
-            number.
-        data: A digest of the data; empty if the ranks do not compare it.
-    """
-
-    epoch: int
-    item: int = 0
-    other_passes: int | None = None
-    data: str = ""
-
-
 class Word(NamedTuple):
     """The facts that a rank claims about a pass.
 
     Attributes:
         rank: The rank.
-        begins: How the pass begins.
+        epoch: The epoch that the pass is over.
+        item: How many items of the epoch were taken before the pass.
+        other_passes: How many passes the rank had begun over its other loaders; None if the ranks do not compare this
+            number.
+        data: A digest of the data when the pass began; empty if the ranks do not compare it.
         slack: As in ``Progress``.
         batches: The number of batches at which the rank claims the word, or at which the pass was over.
         state: As in ``Progress``.
@@ -101,7 +89,10 @@ class Word(NamedTuple):
     """
 
     rank: int
-    begins: Beginning
+    epoch: int
+    item: int = 0
+    other_passes: int | None = None
+    data: str = ""
     slack: int | None = 0
     batches: int = 0
     state: State = State.RUNNING
@@ -115,22 +106,11 @@ class Word(NamedTuple):
     def of(cls, text: str) -> "Word | None":
         """Return the word that a rank claimed as text; None if the text is no word."""
         try:
-            rank, begins, slack, batches, state, mark = json.loads(text)
-            return cls(rank, Beginning._make(begins), slack, batches, State(state), mark and tuple(mark))
+            word = cls._make(json.loads(text))
+            mark = None if word.mark is None else (*word.mark,)
+            return word._replace(state=State(word.state), mark=mark)
         except (ValueError, TypeError, RecursionError):
             return None
-
-
-class Digests(NamedTuple):
-    """The marks of a pass; empty if the ranks do not compare drawn items.
-
-    Attributes:
-        items: The marks of the drawn items; of their names, if items have names.
-        numbers: The marks of the numbers beside the names.
-    """
-
-    items: Marks = dict
-    numbers: Marks = dict
 
 
 class Stage(IntEnum):
@@ -150,7 +130,7 @@ class BegunPass:
         progress: Returns the progress of the pass, at most to where it was left. The function asks the pass until the
             next pass begins. From then on the pass reports its progress, and is not referred to: when a pass is
             deleted, its sampler's generator ends, as in one process.
-        digests: The marks of the pass.
+        marks: The marks of the pass; no marks if the ranks do not compare drawn items.
         sketch: The samples of the pass, if the ranks compare the parts of the data that each has; else None.
         number: The number of the pass; None while the pass may be a look.
         stage: How the progress of the pass is known.
@@ -160,7 +140,7 @@ class BegunPass:
 
     word: Word
     progress: Callable[[], Progress]
-    digests: Digests = Digests()  # noqa: RUF009 - a tuple cannot be changed
+    marks: Marks = dict
     sketch: Sketch | None = None
     number: int | None = None
     stage: Stage = Stage.ASKED
@@ -191,7 +171,7 @@ class BegunPass:
 
     def said(self, count: int | None = None) -> Word:
         """Return the word about the pass after ``count`` batches, or about its end."""
-        given, marks = self.progress(), self.digests.items()
+        given, marks = self.progress(), self.marks()
         items = None if given.state is State.ENDED else given.items
         # If all of the order is drawn, the latest mark, whatever its count.
         at = next(reversed(marks), END) if items is None else max((at for at in marks if at <= items), default=END)
@@ -199,9 +179,7 @@ class BegunPass:
             slack=None if self.word.slack is None else given.slack,
             batches=given.most if count is None else count,
             state=given.state,
-            mark=(at, marks[at], self.digests.numbers().get(at, 0))
-            if at in marks and (at != END or items is None)
-            else None,
+            mark=(at, *marks[at]) if at in marks and (at != END or items is None) else None,
         )
 
 

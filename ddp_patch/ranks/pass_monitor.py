@@ -2,27 +2,38 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from threading import get_ident, main_thread
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from time import monotonic, perf_counter, sleep
+from typing import Literal, TypeAlias
 
-from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import PartialPassWarning, RankMismatchError, RankMismatchWarning, StreamLengthWarning
 from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
 from ddp_patch.ranks.claims import Claims
-from ddp_patch.ranks.ends import PATIENCE_S, Ends
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.parts import Parts
-from ddp_patch.ranks.pass_facts import Beginning, BegunPass, Digests, PassNumbers, Progress, Stage, Word, next_count
+from ddp_patch.ranks.pass_facts import BegunPass, Marks, PassNumbers, Progress, Stage, Word, next_count
 from ddp_patch.ranks.pass_rules import ALL_ITERATE, Rule, mismatch_text, rule_broken, shorter
 from ddp_patch.validation import counted
 
-# How many passes were begun over all loaders: by the store, the ranks' group, and the thread.
-_passes_made: WeakKeyDictionary[Any, Counter[tuple[str, int]]] = WeakKeyDictionary()
+# Who makes passes: the group of ranks that share the loaders, the rank, and the thread.
+_Maker: TypeAlias = tuple[str, int, int]
+# How many passes each has begun.
+_passes_made = Counter[_Maker]()
+
+# In a pass of unknown length, every one of the first steps is reported. Reports of later steps take at most 1/100 of
+# the time.
+_REPORTED_STEPS, _STEP_TIMES = 1000, 100
+# How many batches a rank may report before another rank reads the first report.
+_SLOTS = 8
+# How many seconds a rank that has finished a pass waits for ranks that have not begun or ended it. If this was in vain
+# once, the rank does not wait at later passes over the loader.
+PATIENCE_S = 10.0
+_BEGUN, _ENDED = "waited for beginnings", "waited for ends"
+_AGAIN_S, _EACH = 0.01, 50  # how often it asks, and at which of these times for each rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +49,7 @@ class Rules:
         why: By the rule that is broken ("order", "numbers", "data"): returns what may differ, and what to do.
         data_digest: Returns a digest of the data when a pass begins; empty if the ranks do not compare it.
         is_begun_by_all: Whether each rank has a share of a pass, so that all ranks must begin it.
+        parts: Compares the ranks' samples, if each rank has a part of the data; else None.
     """
 
     name: Callable[[], str] = lambda: "loader"
@@ -47,55 +59,11 @@ class Rules:
     why: Mapping[Rule, Callable[[], str]] = field(default_factory=dict)
     data_digest: Callable[[], str] = str
     is_begun_by_all: bool = False
+    parts: Parts | None = None
 
     def why_broken(self, rule: Rule) -> str:
         """Return what may differ if a rule is broken, and what to do; empty if the rule always has the same remedy."""
         return self.why.get(rule, str)()
-
-
-class PassesMade:
-    """How many passes this rank has begun, in one thread, over the loaders that a group of ranks shares.
-
-    Args:
-        claims: The ranks' claims; None if there are no ranks to compare with.
-    """
-
-    def __init__(self, claims: Claims | None) -> None:
-        self._claims, self._thread = claims, get_ident()
-        self._over_this = self.over_all or 0  # including passes over other loaders before this one was patched
-
-    @property
-    def is_own_thread(self) -> bool:
-        """Whether this thread is the one in which the loader was patched."""
-        return get_ident() == self._thread
-
-    @property
-    def _counts(self) -> Counter[tuple[str, int]] | None:
-        is_open = self._claims is not None and self._claims.store.opened() is not None
-        return _passes_made.setdefault(default_store(), Counter()) if is_open else None
-
-    @property
-    def over_all(self) -> int | None:
-        """How many passes were begun over all loaders; None once the process group is gone."""
-        counts = self._counts
-        return None if counts is None or self._claims is None else counts[self._claims.group, self._thread]
-
-    @property
-    def over_others(self) -> int | None:
-        """How many passes were begun over other loaders since the patch; None once the process group is gone."""
-        made = self.over_all
-        return None if made is None else made - self._over_this
-
-    @property
-    def by_main(self) -> int | None:
-        """``over_all`` in the main thread; None in other threads."""
-        return self.over_all if self._thread == main_thread().ident else None
-
-    def count(self) -> None:
-        """Count a pass over this loader."""
-        if self._claims is not None and (counts := self._counts) is not None:
-            counts[self._claims.group, self._thread] += 1
-            self._over_this += 1
 
 
 class PassMonitor:
@@ -104,22 +72,21 @@ class PassMonitor:
     Args:
         claims: The ranks' claims; None if there are no ranks to compare with.
         rules: The rules of the comparison.
-        parts: Compares the ranks' samples, if each rank has a part of the data; else None.
 
     Attributes:
-        claims, rules, parts: The arguments.
+        claims, rules: The arguments.
         numbers: Numbers the passes.
-        ends: Compares where passes end.
     """
 
-    def __init__(self, claims: Claims | None = None, rules: Rules | None = None, parts: Parts | None = None) -> None:
+    def __init__(self, claims: Claims | None = None, rules: Rules | None = None) -> None:
         self.claims: Claims | None = claims
         self.rules: Rules = Rules() if rules is None else rules
-        self.parts: Parts | None = parts
         self.numbers: PassNumbers = PassNumbers(forgets_looks=self.rules.forgets_looks)
-        self.ends: Ends = Ends()
-        self._made = PassesMade(claims)
-        self._has_warned = self._has_warned_of_numbers = False
+        self._maker = ("", 0, 0) if claims is None else (claims.group, claims.rank, get_ident())
+        self._made_here = _passes_made[self._maker]  # as if passes before the patch were over this loader
+        self._all_begun = -1  # the number of the latest pass that all ranks have begun, as far as this rank knows
+        self._due_s = 0.0  # when the next report of a step is due
+        self._done = set[str]()  # which warnings were given, and whether this rank has waited in vain
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
         return PassMonitor, ()  # the passes of a copy of the loader are not compared
@@ -130,12 +97,7 @@ class PassMonitor:
         return self.claims is not None
 
     def begin(
-        self,
-        epoch: int,
-        item: int,
-        progress: Callable[[], Progress],
-        digests: Digests | None = None,
-        sketch: Sketch | None = None,
+        self, epoch: int, item: int, progress: Callable[[], Progress], marks: Marks = dict, sketch: Sketch | None = None
     ) -> BegunPass | None:
         """Add a pass that begins; return None if there are no ranks to compare with.
 
@@ -143,44 +105,81 @@ class PassMonitor:
             epoch: The epoch of the pass.
             item: How many items of the epoch were taken before.
             progress: Returns the progress of the pass.
-            digests: The marks of the pass; None if the ranks do not compare drawn items.
+            marks: Returns the marks of the pass.
             sketch: The samples that its sampler records, if it does.
         """
         if self.claims is None:
             return None
         # Another thread prefetches as many batches as time allows, so its numbers of passes and batches are its own.
-        is_own = self.rules.lengths == "any" or not self._made.is_own_thread
-        begins = Beginning(epoch, item, None if is_own else self._made.over_others, self.rules.data_digest())
-        sketch = self.parts.sketch(sketch) if self.parts is not None else None
-        word = Word(self.claims.rank, begins, None if is_own else 0)
-        begun = BegunPass(word, progress, digests or Digests(), sketch)
+        is_own = self.rules.lengths == "any" or get_ident() != self._maker[-1]
+        others = None if is_own else _passes_made[self._maker] - self._made_here
+        word = Word(self.claims.rank, epoch, item, others, self.rules.data_digest(), None if is_own else 0)
+        begun = BegunPass(word, progress, marks, None if self.rules.parts is None else sketch or Sketch())
         self.numbers.add(begun)
         return begun
 
-    # ---- passes of unknown length ----
+    def compare(self, begun: BegunPass | None, at: int | None = None) -> None:
+        """Claim this rank's words about a pass and the passes before it, and read whether a rank has found a mismatch.
 
-    def give_step(self, begun: BegunPass, batches: int) -> None:
-        """Report how many batches of a pass of unknown length this rank has got, if a report is due."""
-        if self.claims is not None:
-            self.ends.give_step(self.claims, self._step(begun), batches)
-
-    def end_steps(self, begun: BegunPass, batches: int) -> None:
-        """Compare how many batches a pass of unknown length had; wait a moment for ranks that may get more.
+        Args:
+            begun: The pass.
+            at: The number of batches so far; None if the pass is over.
 
         Raises:
-            RankMismatchError: Another rank got more batches.
+            RankMismatchError: Another rank's word contradicts this rank's, or a rank has found a mismatch.
         """
-        slack = begun.progress().slack or 0
-        if self.claims is not None and self.ends.is_short(self.claims, self._step(begun), batches, slack):
-            self._raise(
-                f"Iterating the {self.rules.name()}: epoch {begun.word.begins.epoch} ended after "
-                f"{counted(batches, 'batch')} on rank {self.claims.rank}, and others were given more. "
-                f"{self.rules.why_broken('order')}",
-                is_length=True,
-            )
+        if self.claims is None:
+            return
+        numbered, left = self.numbers.settle()
+        for one in numbered:
+            self._count(self.claims, one)
+        for one in left:
+            self._say_over(self.claims, one)
+        if begun is not None and begun.number is not None and begun.stage is not Stage.LEFT:
+            if begun.progress().state is not State.RUNNING:
+                self._say_over(self.claims, begun)
+            elif at is not None:
+                self._say(self.claims, begun, at, begun.said(at))
+            if self.rules.parts is not None:
+                self.rules.parts.compare(self.claims, begun.number, begun.sketch, at, self._raise)
+        self._all_begun = self.claims.hear()
+        self.claims.forget_passes(self._all_begun - 2)
 
-    def end_whole(self, begun: BegunPass) -> None:
-        """Compare which ranks have begun a pass that this rank has finished; wait a moment for the others.
+    def _count(self, claims: Claims, begun: BegunPass) -> None:
+        """Count a pass that has begun, for all loaders, and report it to the other ranks."""
+        if not (begun.progress().slack or begun.word.slack is None):
+            _passes_made[self._maker] += 1
+            self._made_here += 1
+        claims.put(f"begun/{claims.rank}", f"{begun.number}")
+        if _is_main(self._maker):
+            claims.put(f"/made/{claims.rank}", f"{_passes_made[self._maker]}")
+        if begun.number is not None and claims.add(f"{begun.number}/begun", 1) == len(claims.members):
+            claims.tell(begun.number)
+
+    # ---- the end of a pass ----
+
+    def report_step(self, begun: BegunPass, batches: int) -> None:
+        """Report how many batches of a pass of unknown length this rank has got, if a report is due.
+
+        A stream that ends early on a rank can be noticed only by this rank: the other ranks wait for it in their next
+        collective. All ranks set the same value when they get a batch, so reading it costs the same for any number of
+        ranks. Setting the value needs no answer of the store, so no step waits.
+        """
+        now_s = perf_counter()
+        if self.claims is None or now_s < self._due_s:
+            return
+        self.claims.put(f"given/{batches % _SLOTS}", self._step(begun, batches))
+        if batches >= _REPORTED_STEPS:
+            reported_s = perf_counter()
+            self._due_s = reported_s + _STEP_TIMES * (reported_s - now_s)
+
+    def _step(self, begun: BegunPass, batches: int) -> str:
+        """Return a name of a step, the same on every rank."""
+        number = self.numbers.next if begun.number is None else begun.number
+        return f"{number}.{begun.word.epoch} from {begun.word.item}: {batches}"
+
+    def wait_for_beginning(self, begun: BegunPass) -> None:
+        """Wait a moment for the ranks that have not begun a pass that this rank has finished.
 
         Raises:
             RankMismatchError: A rank will never begin the pass.
@@ -190,126 +189,143 @@ class PassMonitor:
         """
         claims, number = self.claims, begun.number
         is_compared = self.rules.is_begun_by_all and begun.word.slack == begun.progress().slack == 0
-        if claims is None or number is None or not is_compared or self.ends.all_begun >= number:
+        if claims is None or number is None or not is_compared or _BEGUN in self._done:
             return
-        if claims.store.has_failed and not claims.put(f"begun/{claims.rank}", f"{number}"):
-            return  # other ranks may not know this rank's passes either
-        missing, why = self.ends.missing(claims, number, self._made.by_main)
-        if not missing:
-            return
+        if self._all_begun < number:
+            claims.put(f"begun/{claims.rank}", f"{number}")  # once more: the store may have failed before
+        missing, why = list[int](), ""
+        for turn, is_over in _turns(self._done, _BEGUN):
+            if self._all_begun >= number or not claims.is_heard:
+                return
+            if is_over or not turn % _EACH:
+                made = _passes_made[self._maker] if _is_main(self._maker) else None
+                missing, why = _without(claims, number, made)
+            if why:
+                break
+            self._all_begun = claims.hear()
         seen = (
             f"Iterating the {self.rules.name()}: {ranks_text([claims.rank])} was given its whole share of epoch "
-            f"{begun.word.begins.epoch}, and {ranks_text(missing)} of {len(claims.members)}"
+            f"{begun.word.epoch}, and {ranks_text(missing)} of {len(claims.members)}"
         )
         if why:
             self._raise(f"{seen} never began that pass: {why}. So samples would be lost. {ALL_ITERATE}")
-        warnings.warn(
-            f"{seen} had not begun that pass {PATIENCE_S:g} s later: they iterate another loader, or nothing. So what "
-            f"follows of it is about a part of the data. {ALL_ITERATE}",
-            PartialPassWarning,
-            stacklevel=2,
-        )
+        if missing:
+            text = (
+                f"{seen} had not begun that pass {PATIENCE_S:g} s later: they iterate another loader, or nothing. So "
+                f"what follows of it is about a part of the data. {ALL_ITERATE}"
+            )
+            self._warn(text, PartialPassWarning)
 
-    def _step(self, begun: BegunPass) -> str:
-        """Return a name of the pass, the same on every rank."""
-        number = self.numbers.next if begun.number is None else begun.number
-        return f"{number}.{begun.word.begins.epoch} from {begun.word.begins.item}"
-
-    # ---- claiming ----
-
-    def compare(self, begun: BegunPass | None, count: int | None = None) -> None:
-        """Claim this rank's words about a pass and the passes before it, and read whether a rank has found a mismatch.
-
-        Args:
-            begun: The pass.
-            count: The number of batches so far; None if the pass is over.
+    def wait_for_end(self, begun: BegunPass, batches: int) -> None:
+        """Wait a moment for the ranks that may get more batches of a pass of unknown length than this rank got.
 
         Raises:
-            RankMismatchError: Another rank's word contradicts this rank's, or a rank has found a mismatch.
+            RankMismatchError: A rank got more batches.
         """
-        if self.claims is None:
-            return
-        numbered, left = self.numbers.settle()
-        for one in numbered:
-            self._count(one)
-        for one in left:
-            self._say_over(one)
-        if begun is not None and begun.number is not None and begun.stage is not Stage.LEFT:
-            if begun.progress().state is not State.RUNNING:
-                self._say_over(begun)
-            elif count is not None:
-                self._say(begun, count, begun.said(count))
-            if self.parts is not None:
-                self.parts.compare(self.claims, begun.number, begun.sketch, count, self._raise)
-        self.ends.all_begun = self.claims.hear()
-        self.claims.forget_passes(self.ends.all_begun - 2)
-
-    def report(self, begun: BegunPass | None) -> None:
-        """Claim this rank's word about a pass, and raise nothing, because the rank is raising an error already."""
-        with suppress(RankMismatchError):
-            self.compare(begun)
-
-    def _count(self, begun: BegunPass) -> None:
-        """Count a pass that has begun, for all loaders, and report it to the other ranks."""
-        claims, number, made = self.claims, begun.number, self._made
-        if claims is None or number is None or made.over_all is None:
-            return
-        if not (begun.progress().slack or begun.word.slack is None):
-            made.count()
-        claims.put(f"begun/{claims.rank}", f"{number}")
-        if (by_main := made.by_main) is not None:
-            claims.put(f"/made/{claims.rank}", f"{by_main}")
-        if claims.add(f"{number}/begun", 1) == len(claims.members):
-            claims.tell(number)
-
-    def _say(self, begun: BegunPass, count: int, word: Word) -> Word | None:
-        """Claim a word about a pass at a count; return another rank's word, if this word came first."""
-        claims, number = self.claims, begun.number
+        claims, number, slack = self.claims, begun.number, begun.progress().slack or 0
         if claims is None or number is None:
-            return None
+            return
+        ended, more = claims.add(f"{number}/ended", 1), batches + slack + 1
+        for _ in _turns(self._done, _ENDED):
+            if claims.value(f"given/{more % _SLOTS}") == self._step(begun, more):
+                text = (
+                    f"Iterating the {self.rules.name()}: epoch {begun.word.epoch} ended after "
+                    f"{counted(batches, 'batch')} on rank {claims.rank}, and others were given more. "
+                    f"{self.rules.why_broken('order')}"
+                )
+                self._raise(text, is_length=True)
+                return
+            if ended >= len(claims.members) or not claims.is_heard:  # if all have ended it, no rank gets more
+                return
+            ended = claims.add(f"{number}/ended", 0)
+
+    # ---- words ----
+
+    def _say(self, claims: Claims, begun: BegunPass, at: int, word: Word) -> Word | None:
+        """Claim a word about a pass at a count; return another rank's word, if this word came first."""
         text = word.as_text()
-        theirs = Word.of(found) if (found := claims.claim(f"{number}/{count}", text)) != text else None
+        theirs = Word.of(found) if (found := claims.claim(f"{begun.number}/{at}", text)) != text else None
         for other in (begun.over, theirs):
             if other is not None and other.rank != word.rank:
-                self._judge(begun, number, word, other)
+                self._judge(begun, word, other)
         if theirs is not None and theirs.state is not State.RUNNING:
             begun.over = theirs
         return theirs
 
-    def _say_over(self, begun: BegunPass) -> None:
+    def _say_over(self, claims: Claims, begun: BegunPass) -> None:
         """Claim the end of a pass at the next count; at later counts, too, as long as another rank may go on."""
         if begun.is_said:
             return
         begun.is_said, word = True, begun.said()
-        count = next_count(word.batches)
-        while word.slack is not None and (theirs := self._say(begun, count, word)) is not None:
+        at = next_count(word.batches)
+        while word.slack is not None and (theirs := self._say(claims, begun, at, word)) is not None:
             if theirs.state is not State.RUNNING:
                 break
-            count = next_count(count)
+            at = next_count(at)
 
-    def _judge(self, begun: BegunPass, number: int, mine: Word, theirs: Word) -> None:
+    def _judge(self, begun: BegunPass, mine: Word, theirs: Word) -> None:
         """Raise RankMismatchError, and report it to all ranks, if two ranks' words contradict each other.
 
         Warn once if two ranks' items differ only in their numbers, which harmless programs do, too.
         """
-        rule = rule_broken(mine, theirs, begun.digests.items(), has_one_order=self.rules.has_one_order)
-        at, _, value = theirs.mark or (0, 0, 0)
-        if rule is not None:
-            is_unequal = rule == "length" and shorter(mine, theirs).state is State.ENDED
-            text = mismatch_text(self.rules.name(), number, rule, (mine, theirs), self.rules.why_broken(rule))
-            self._raise(text, is_length=is_unequal)
-        elif not self._has_warned_of_numbers and begun.digests.numbers().get(at, value) != value:
-            self._has_warned_of_numbers = True
-            why = self.rules.why_broken("numbers")
-            text = mismatch_text(self.rules.name(), number, "numbers", (mine, theirs), why)
-            warnings.warn(text, RankMismatchWarning, stacklevel=2)
+        rule = rule_broken(mine, theirs, begun.marks(), has_one_order=self.rules.has_one_order)
+        if rule is None or begun.number is None:
+            return
+        text = mismatch_text(self.rules.name(), begun.number, rule, (mine, theirs), self.rules.why_broken(rule))
+        if rule == "numbers":
+            self._warn(text, RankMismatchWarning)
+        else:
+            self._raise(text, is_length=rule == "length" and shorter(mine, theirs).state is State.ENDED)
 
     def _raise(self, text: str, *, is_length: bool = False) -> None:
         """Raise a mismatch, and report it to all ranks; or warn once, if the user says that lengths are right."""
-        if not (is_length and self.rules.lengths == "warned"):
-            if self.claims is not None:
-                self.claims.tell(text)
-            raise RankMismatchError(text)
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(text, StreamLengthWarning, stacklevel=2)
+        if is_length and self.rules.lengths == "warned":
+            self._warn(text, StreamLengthWarning)
+            return
+        if self.claims is not None:
+            self.claims.tell(text)
+        raise RankMismatchError(text)
+
+    def _warn(self, text: str, category: type[Warning]) -> None:
+        """Warn, once of a category."""
+        if category.__name__ not in self._done:
+            self._done.add(category.__name__)
+            warnings.warn(text, category, stacklevel=2)
+
+
+def _is_main(maker: _Maker) -> bool:
+    """Return whether passes are made in the main thread, which makes them in the same order on every rank."""
+    return maker[-1] == main_thread().ident
+
+
+def _turns(done: set[str], what: str) -> Iterator[tuple[int, bool]]:
+    """Yield a number and whether to wait no longer, every moment until then; record that waiting for it was in vain."""
+    until_s = monotonic() + (0 if what in done else PATIENCE_S)
+    for turn in count(1):
+        is_over = monotonic() >= until_s
+        yield turn, is_over
+        if is_over:
+            break
+        sleep(_AGAIN_S)
+    done.add(what)
+
+
+def _without(claims: Claims, number: int, made: int | None) -> tuple[list[int], str]:
+    """Return the ranks that have not begun a pass, and the fact that proves that one of them never will.
+
+    Args:
+        claims: The claims in which ranks report the passes that they have begun.
+        number: The number of the pass.
+        made: How many passes this rank has begun over all loaders; None if the ranks do not compare this number.
+    """
+    missing, why = [], ""
+    for rank in claims.members:
+        # Read the rank's other passes first, so that it has made these before the pass.
+        has_exited, has_made = claims.value(f"exit/{rank}") is not None, int(claims.value(f"/made/{rank}") or 0)
+        if int(claims.value(f"begun/{rank}") or -1) < number:
+            missing.append(rank)
+            if has_exited:
+                why = why or f"rank {rank} has ended"
+            elif made is not None and has_made > made:
+                why = why or f"rank {rank} has made {has_made} passes over all loaders, and this rank {made}"
+    return missing, why

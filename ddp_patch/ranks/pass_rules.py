@@ -1,5 +1,6 @@
 """The rules by which two ranks' words about a pass contradict each other, and the texts of mismatches."""
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from ddp_patch.orders.chunks import State
@@ -11,7 +12,7 @@ from ddp_patch.validation import counted
 Rule: TypeAlias = Literal["passes", "others", "data", "order", "length", "numbers"]
 
 
-def rule_broken(mine: Word, theirs: Word, marks: dict[int, int], *, has_one_order: bool) -> Rule | None:
+def rule_broken(mine: Word, theirs: Word, marks: Mapping[int, tuple[int, int]], *, has_one_order: bool) -> Rule | None:
     """Return the rule by which two ranks' words about a pass contradict each other; None if both may be true.
 
     Args:
@@ -20,20 +21,19 @@ def rule_broken(mine: Word, theirs: Word, marks: dict[int, int], *, has_one_orde
         marks: This rank's marks of the pass.
         has_one_order: Whether all epochs have the same order, so that ranks may be in different epochs.
     """
-    here, there = mine.begins, theirs.begins
-    if here.item != there.item or (here.epoch != there.epoch and not has_one_order):
+    if mine.item != theirs.item or (mine.epoch != theirs.epoch and not has_one_order):
         return "passes"
-    if None not in {here.other_passes, there.other_passes} and here.other_passes != there.other_passes:
+    if None not in {mine.other_passes, theirs.other_passes} and mine.other_passes != theirs.other_passes:
         return "others"
-    if here.data and there.data and here.data != there.data:
+    if mine.data and theirs.data and mine.data != theirs.data:
         return "data"
-    if theirs.mark is not None:
-        count, value, _ = theirs.mark
-        if marks.get(count, value) != value:
-            return "order"
+    count, items, numbers = theirs.mark or (0, 0, 0)
+    own_items, own_numbers = marks.get(count, (items, numbers))
+    if own_items != items:
+        return "order"
     if _is_outgrown(mine, theirs) or _is_outgrown(theirs, mine):
         return "length"
-    return None
+    return "numbers" if own_numbers != numbers else None
 
 
 def _is_outgrown(behind: Word, further: Word) -> bool:
@@ -79,7 +79,7 @@ def mismatch_text(name: str, number: int, rule: Rule, words: tuple[Word, Word], 
     """
     mine, theirs = words
     here, there = (ranks_text([word.rank]) for word in words)
-    epoch = mine.begins.epoch
+    epoch = mine.epoch
     if rule == "passes":
         each = f"{_what(mine)} on {here}, and over {_what(theirs)} on {there}"
         seen = f"the ranks make different passes: pass {number} is over {each}"
@@ -93,11 +93,11 @@ def mismatch_text(name: str, number: int, rule: Rule, words: tuple[Word, Word], 
         who, others = (here, there) if behind is mine else (there, here)
         did, remedy = _OVER[behind.state]
         batches = counted(behind.batches, "batch")
-        seen = f"{who} {did} epoch {behind.begins.epoch} after {batches}; {others} took more of it"
+        seen = f"{who} {did} epoch {behind.epoch} after {batches}; {others} took more of it"
     elif rule == "others":
         seen = (
             f"when pass {number} over it began, the ranks had made different numbers of passes over their other "
-            f"loaders: {mine.begins.other_passes} on {here}; {theirs.begins.other_passes} on {there}"
+            f"loaders: {mine.other_passes} on {here}; {theirs.other_passes} on {there}"
         )
         remedy = ALL_ITERATE
     elif rule == "numbers":
@@ -115,5 +115,4 @@ def mismatch_text(name: str, number: int, rule: Rule, words: tuple[Word, Word], 
 
 
 def _what(word: Word) -> str:
-    begins = word.begins
-    return f"epoch {begins.epoch}" + (f" from item {begins.item}" if begins.item else "")
+    return f"epoch {word.epoch}" + (f" from item {word.item}" if word.item else "")

@@ -55,12 +55,7 @@ class ItemSource(Generic[T]):
     def marks(self) -> Marks:
         """A function that returns the digests of the drawn items. It does not keep the source alive."""
         marks = {} if self.digest is None else self.digest.marks
-        return lambda: marks
-
-    @property
-    def number_marks(self) -> Marks:
-        """A function that returns the digests of the numbers in the drawn items, where ``marks`` are of names alone."""
-        return dict
+        return lambda: {count: (value, 0) for count, value in marks.items()}
 
     def ends_within(self, items: int) -> bool:
         """Draw up to the end if at most this many items of the share are left, and return whether that is so.

@@ -63,7 +63,7 @@ class CountedIterator(AroundIterator):
         self._pass: Pass[Any] | None = None
         self._has_pass = self._has_failed = False
         # Where ranks send each other batches, they note the samples of their own.
-        self._notes_samples = self._batches_of is None and self._passes.monitor.parts is not None
+        self._notes_samples = self._batches_of is None and self._passes.monitor.rules.parts is not None
         if self._begins_ahead:
             self._find_pass()
 

@@ -229,8 +229,8 @@ class Passes(Generic[T]):
                 is_padded=not agreed.options.by_worker,
             )
         is_begun_by_all = agreed.world.share_of_rank is not None and agreed.world.num_replicas > 1
-        rules = replace(rules or Rules(), name=self.described, is_begun_by_all=is_begun_by_all)
-        self.monitor: PassMonitor = PassMonitor(agreed.claims, rules, parts)
+        rules = replace(rules or Rules(), name=self.described, is_begun_by_all=is_begun_by_all, parts=parts)
+        self.monitor: PassMonitor = PassMonitor(agreed.claims, rules)
         self.slack: int = loader.readers * (self.plan.uneven == "keep")
         self.epochs: Epochs[T] = Epochs()
         self.keeps_sizes: bool = False

@@ -1,16 +1,18 @@
 """One pass over a rank's share of an epoch: its items, what its loop was given of them, and positions in it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from operator import length_hint
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
 from ddp_patch.positions_and_padding import Batching, Part, Schedule, Sizes, require_steps
-from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Digests, Progress, Stage, next_count
+from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Progress, Stage, next_count
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import NotedBatch, Position, States
@@ -81,8 +83,7 @@ class Delivery:
 
     def begin_pass(self, epoch: int, item: int = 0, sketch: Sketch | None = None) -> None:
         """Record that the pass begins: over which epoch, at which item, and with which notes of its sampler, if any."""
-        digests = Digests(self._source.marks, self._source.number_marks)
-        self._begun = self._monitor.begin(epoch, item, self.progress, digests, sketch)
+        self._begun = self._monitor.begin(epoch, item, self.progress, self._source.marks, sketch)
 
     def begin_loop(self) -> None:
         """Record that a loop begins to take batches, which are counted."""
@@ -106,14 +107,14 @@ class Delivery:
         if delivered <= MORE_THAN_A_LOOK:
             self._monitor.numbers.goes_on(begun)
         if self._is_open_ended:
-            self._monitor.give_step(begun, delivered)
+            self._monitor.report_step(begun, delivered)
         if delivered >= self.next_comparison:
             self.compare()
 
     def note_samples(self, batch: Any) -> None:
         """Record the samples of a batch that the loop is about to be given."""
-        if self._begun is not None and self._monitor.parts is not None:
-            self._monitor.parts.note_batch(batch, self._begun.sketch)
+        if self._begun is not None and self._begun.sketch is not None:
+            self._begun.sketch.add_batch(batch)
 
     def interleave(self) -> None:
         """Record that an iterator of an earlier pass gave a batch."""
@@ -128,7 +129,8 @@ class Delivery:
         """Record that the loop was given an error of the loader's instead of a batch."""
         self.state = State.FAILED
         self._report_progress()
-        self._monitor.report(self._begun)  # other ranks should not have to wait for this rank's next comparison
+        with suppress(RankMismatchError):  # this rank raises an error already
+            self._monitor.compare(self._begun)  # other ranks should not have to wait for the next comparison
 
     def end(self) -> None:
         """Record that the loop has seen an end: the pass's, or before it the end of an iterator of the user's.
@@ -141,9 +143,9 @@ class Delivery:
         self.compare(at_end=True)
         if is_whole:
             if self._begun is not None and self._is_open_ended and self.batches is not None:
-                self._monitor.end_steps(self._begun, self.batches)
+                self._monitor.wait_for_end(self._begun, self.batches)
             if self._begun is not None:
-                self._monitor.end_whole(self._begun)
+                self._monitor.wait_for_beginning(self._begun)
             self._source.note_loop_end()
 
     def progress(self) -> Progress:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddp_patch.ranks.packing import bytes_of
+from ddp_patch.ranks.exchange import bytes_of
 from ddp_patch.sharding.saved_state import NotedBatch
 from ddp_patch.walks import SCALARS, elements, plain_tensors
 

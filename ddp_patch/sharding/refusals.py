@@ -2,7 +2,7 @@
 
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ddp_patch.compat.private_packages import (
     arranges_neighbours,
@@ -12,11 +12,11 @@ from ddp_patch.compat.private_packages import (
     is_split_by_node,
     webdataset_world,
 )
-from ddp_patch.compat.private_torch import has_own_iteration, has_thread_workers
+from ddp_patch.compat.private_torch import has_thread_workers
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
-from ddp_patch.loaders.recognition import ignores_index, ignores_samplers, nested_datasets, or_inside, streams_in
+from ddp_patch.loaders.recognition import nested_datasets, or_inside
 from ddp_patch.options import Options, Share
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching, Plan, require_steps
 from ddp_patch.ranks.world import World
@@ -128,7 +128,6 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
     if found is None:
         _require_copyable(facts)
         _require_processes(facts)
-        require_index(facts)
         if facts.unit is ShardedUnit.ITERABLE:
             _require_iterable_options(facts, options, world)
         if options.costs is not None:
@@ -156,13 +155,6 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
             "torch.utils.data.DataLoader(loader.dataset, batch_size=loader.batch_size, "
             "num_workers=loader.num_workers, collate_fn=loader.collate_fn)."
         )
-    is_listed = facts.unit is not ShardedUnit.ITERABLE
-    if is_listed and has_own_iteration(type(facts.loader)) and ignores_samplers(type(facts.loader)):
-        raise UnsupportedLoaderError(
-            f"{name} cannot be patched: its __iter__ reads {type(facts.dataset).__name__} without loader.sampler and "
-            "loader.batch_sampler, so every rank would get all of it. Let it draw from one of these, or from "
-            "super().__iter__(); or use a DataLoader."
-        )
     if facts.other_loader_in is not None:
         raise UnsupportedLoaderError(
             f"{name} cannot be patched: its __iter__ may take batches from another loader (attribute "
@@ -189,31 +181,6 @@ def _require_processes(facts: LoaderFacts[Any]) -> None:
             "samples. Use num_workers=0, or processes: multiprocessing_context='spawn', "
             "worker_method='multiprocessing' or, with MONAI, use_thread_workers=False."
         )
-
-
-def require_index(facts: LoaderFacts[Any]) -> None:
-    """Refuse a map-style dataset that ignores its index: every rank would read one stream from its beginning.
-
-    Raises:
-        UnsupportedLoaderError: It does.
-    """
-    parts = () if facts.unit is ShardedUnit.ITERABLE else streams_in(facts.dataset)
-    if (found := next((each for each in parts if each[1] and ignores_index(type(each[0]))), None)) is None:
-        return  # or nobody knows: some datasets draw their samples, and each rank others
-    part, attribute = found
-    name, held = type(part).__name__, getattr(part, attribute)
-    if isinstance(held, IterableDataset):
-        remedy = (
-            f"Give the loader the iterable dataset itself, DataLoader(dataset.{attribute}, ...) without a sampler, and "
-            "it is shared item by item."
-        )
-    else:
-        remedy = "Make it an IterableDataset that yields these items, or let __getitem__ return the item of its index."
-    raise UnsupportedLoaderError(
-        f"{type(facts.dataset).__name__} cannot be shared by its indices: {name}.__getitem__ ignores its index, and "
-        f"takes what comes next from a {type(held).__name__} (attribute {attribute!r}), so all ranks would get the "
-        f"same items. {remedy}"
-    )
 
 
 def _require_readable(facts: LoaderFacts[Any]) -> None:

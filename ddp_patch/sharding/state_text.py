@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_patch.ranks.packing import bytes_of
+from ddp_patch.ranks.exchange import bytes_of
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _MARK = "!"

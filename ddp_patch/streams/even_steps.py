@@ -29,9 +29,12 @@ def even_batches(passes: StreamPasses, workers: int, name: str, wrapped: Iterato
         name: The loader's class, as errors name it.
         wrapped: The iterator of the loader's class, which gives this rank's own batches.
     """
-    parts = passes.monitor.parts
-    noted = (lambda _: None) if parts is None else parts.note_batch
-    return closed_at_exit(_handed_out(OwnBatches(wrapped, noted), passes, workers, name))
+
+    def note(batch: Any) -> None:
+        if passes.epochs.latest is not None:
+            passes.epochs.latest.delivery.note_samples(batch)
+
+    return closed_at_exit(_handed_out(OwnBatches(wrapped, note), passes, workers, name))
 
 
 def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str) -> Generator[Any]:

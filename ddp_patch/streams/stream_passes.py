@@ -331,13 +331,14 @@ class StreamSource(ItemSource[None]):
 
     @property
     def marks(self) -> Marks:
-        """What returns the digests of names that readers have reported."""
-        return lambda: self.reported.digests()
+        """What returns the digests of names and of numbers that readers have reported."""
 
-    @property
-    def number_marks(self) -> Marks:
-        """What returns the digests of numbers."""
-        return lambda: self.reported.digests(NUMBERS)
+        def marks() -> dict[int, tuple[int, int]]:
+            reported = self.reported
+            names, numbers = reported.digests(), reported.digests(NUMBERS)
+            return {count: (value, numbers.get(count, 0)) for count, value in names.items()}
+
+        return marks
 
     def require_one_order(self) -> None:
         """Raise RankMismatchError if this rank's readers should read one stream, and read others.

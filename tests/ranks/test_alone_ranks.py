@@ -12,7 +12,7 @@ from zoo import Indices
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import DDPPatchError
-from ddp_patch.ranks import claims, ends
+from ddp_patch.ranks import claims, pass_monitor
 
 
 class Stream(IterableDataset[str]):
@@ -101,7 +101,7 @@ def each_case(rank: int, ranks: int) -> list[str]:
 
 
 def without_much_patience(rank: int, ranks: int) -> list[str]:
-    ends.PATIENCE_S = 2.0
+    pass_monitor.PATIENCE_S = 2.0
     return each_case(rank, ranks)
 
 

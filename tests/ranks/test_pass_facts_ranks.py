@@ -13,6 +13,7 @@ from zoo import Indices, as_it_is
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.compat.private_torch import default_store
+from ddp_patch.ranks import claims
 
 N = 21
 
@@ -107,9 +108,8 @@ def counted(rank: int, world_size: int) -> list[tuple[str, int]]:
 
             return asked
 
-    claims: Any = train.sampler.rank_passes.monitor.claims  # type: ignore[attr-defined]
-    claims.store.ref = Counting
-    claims.store.opened = Counting
+    module: Any = claims
+    module.default_store, train.sampler.rank_passes.monitor.claims._store = Counting, Counting  # type: ignore[attr-defined]
     whole(train)
     return calls
 

@@ -28,10 +28,11 @@ from zoo import (
 )
 
 from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import WorldError
 from ddp_patch.loaders.facts import NOTHING_TO_COMPARE
 from ddp_patch.positions_and_padding import Plan
-from ddp_patch.ranks.exchange import _Meeting
+from ddp_patch.ranks.exchange import digest
 
 SEED = 100
 EPOCHS = 2  # of a kind that has as many
@@ -115,8 +116,8 @@ def test_a_process_group_is_a_world_of_its_own() -> None:
 
 def meetings() -> int:
     """How often this rank has met the others so far, as the store counts it."""
-    meeting = _Meeting(range(dist.get_world_size()), "counting", 0)
-    return int(meeting.store.add(f"{meeting.base}/count/{dist.get_rank()}", 0))
+    base = f"ddp_patch/{digest([*range(dist.get_world_size())])}"
+    return int(default_store().add(f"{base}/count/{dist.get_rank()}", 0))
 
 
 def several(rank: int) -> list[DataLoader[Any]]:

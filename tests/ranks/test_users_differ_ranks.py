@@ -4,6 +4,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Subset,
     SubsetRandomSampler,
@@ -169,6 +171,29 @@ class Queued(Dataset[int]):
 @program("error", tells=("are also rank", "Queued.__getitem__", "whatever its index"))
 def a_dataset_ignores_its_index(job: Job) -> None:
     job.train(job.patch(loader(Queued())), range(LONG), epochs=3)
+
+
+class Limited(Dataset[int]):
+    """An epoch of a stream, with a known number of steps."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.iterator = stream, iter(stream)
+
+    def __len__(self) -> int:
+        return LONG
+
+    def __getitem__(self, index: int) -> int:
+        return int(next(self.iterator))
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return count()
+
+
+@program("error", tells=("are also rank", "the iterable dataset itself, DataLoader(dataset.stream, ...)"))
+def a_dataset_reads_a_stream(job: Job) -> None:
+    job.train(job.patch(loader(Limited(Endless()))), range(LONG), epochs=3)
 
 
 @program("error")

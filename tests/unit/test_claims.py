@@ -13,9 +13,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from zoo import Indices
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.facts import claim_of, data_of, look_at
+from ddp_patch.loaders.facts import claimed_by, data_of, look_at
 from ddp_patch.loaders.overlap import NotedIndices, common_items, is_more_than_padding
-from ddp_patch.ranks.agreement import require_alike, require_all_shares
+from ddp_patch.ranks.agreement import require_all_shares
+from ddp_patch.ranks.exchange import require_same
 
 
 class Stored(Sampler[Any]):
@@ -32,9 +33,9 @@ class Stored(Sampler[Any]):
 
 
 def judge(make: Callable[[int, int], DataLoader[Any]], ranks: int, *, even: bool = True) -> None:
-    claims = {rank: claim_of(look_at(make(rank, ranks))) for rank in range(ranks)}
+    claims = {rank: claimed_by(look_at(make(rank, ranks)), even=even) for rank in range(ranks)}
     assert json.loads(json.dumps([*claims.values()]))
-    require_alike(claims, even=even)
+    require_same("Agreeing", claims)
 
 
 def told(make: Callable[[int, int], DataLoader[Any]], ranks: int, batches: int | None = None) -> int:
@@ -175,7 +176,7 @@ def test_iterable_datasets_count_by_their_length_which_torch_forgets_again() -> 
     with raises(RankMismatchError, ("batches of its Lengths", "4 on rank 0; 6 on rank 1"), "the same on every rank"):
         judge(lambda rank, ranks: DataLoader(Lengths(15 + 8 * rank), 4), 2)
     given = DataLoader(Lengths(15), 4)
-    claim_of(look_at(given))
+    claimed_by(look_at(given), even=True)
     assert given._IterableDataset_len_called is None
 
 

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from messages import assert_tells
 from ddp_patch import DDPPatchError
 from ddp_patch.errors import MissingRanksError, RankMismatchError, StateError, message_of
 from ddp_patch.ranks import exchange
-from ddp_patch.ranks.exchange import ranks_text, refuse, require_same
-from ddp_patch.ranks.packing import packed, unpacked
+from ddp_patch.ranks.exchange import packed, ranks_text, refuse, require_same, unpacked
 
 HERE = threading.local()
 
@@ -30,7 +28,6 @@ class Counting:
 
     def __init__(self) -> None:
         self.store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it
-        self.store.set_timeout(timedelta(seconds=1))  # which slices that a junk record promises are waited for
         self.asked: Counter[tuple[int, str]] = Counter()
 
     def __getattr__(self, name: str) -> Any:
@@ -46,7 +43,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
     made = Counting()
     monkeypatch.setattr(exchange, "default_store", lambda: made)
     monkeypatch.setattr(dist, "get_rank", lambda: HERE.rank)
-    monkeypatch.setattr(exchange, "_left_behind", {})
+    monkeypatch.setattr(exchange, "_missed", {})
     monkeypatch.setattr(exchange, "MARGIN_S", 1.0)
     return made
 
@@ -80,8 +77,7 @@ def test_a_meeting_costs_each_rank_as_many_requests_whatever_the_number_of_ranks
     assert costs[1] == {0: 7} | dict.fromkeys(range(1, 16), 5)
 
 
-def test_what_is_large_travels_in_slices(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_LARGEST_VALUE", 10)
+def test_records_come_as_json_and_are_deleted_at_the_next_meeting(store: Counting) -> None:
     records = ["x" * 101, "é" * 25, {"z": [1, 2.5, None]}]
     answers = on_ranks(3, lambda rank: meet(3, records[rank], lambda came: [repr(came[one]) for one in came]))
     assert answers == [[repr(record) for record in records]] * 3
@@ -98,7 +94,7 @@ class Ran:
         return Path.touch, (self.file,)
 
 
-JUNK = [b"", b"1", b"\x80junk", b"null\nx", b"0\n{}", b"0\n[]", b"2\n{}", b"0\n" + b"[" * 100_000]
+JUNK = [b"", b"1", b"\x80junk", b"null", b"null\nx", b"{}", b"[]", b"[" * 100_000]
 
 
 @pytest.mark.parametrize("number", range(len(JUNK) + 1))

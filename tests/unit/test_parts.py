@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from claiming import new_store
 from iterables import AsksLate, Shards, SizedShards
 from messages import raises
 from parts import assert_parts_are_shared, epoch, loader_of, ranks, share
@@ -19,10 +21,12 @@ from zoo import Source
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
-from ddp_patch.loaders.facts import held_for_workers, look_at
-from ddp_patch.loaders.parts_held import first_differing
-from ddp_patch.options import Uneven
-from ddp_patch.ranks.exchange import require_same
+from ddp_patch.loaders.facts import look_at
+from ddp_patch.options import Options, Uneven
+from ddp_patch.patching import _subject
+from ddp_patch.ranks import agreement
+from ddp_patch.ranks.agreement import _report
+from ddp_patch.ranks.world import World
 from ddp_patch.streams import stream_passes
 
 
@@ -224,9 +228,16 @@ class Holding(Split):
         vars(self).update(held)
 
 
+OPTIONS, SHARES = Options(share="by_worker"), {0: 0, 1: 1, 2: 2}
+
+
 def judge(*datasets: Any) -> None:
-    held = {rank: held_for_workers(look_at(DataLoader(one))) for rank, one in enumerate(datasets)}
-    require_same("Agreeing", first_differing(held))
+    reports = {}
+    for rank, dataset in enumerate(datasets):
+        report = _report(_subject("", look_at(DataLoader(dataset)), OPTIONS, World(rank, 3, SHARES)), (), False)
+        reports[rank] = {"alike": {}, "common": {}, "seed": 0, "share": rank, "loaders": [report]}
+    with patch.object(agreement, "default_store", new_store):
+        agreement.judge_reports(reports)
 
 
 FILES = [f"part-{number}" for number in range(6)]
@@ -235,18 +246,19 @@ FILES = [f"part-{number}" for number in range(6)]
 @pytest.mark.parametrize(
     ("held", "other", "told"),
     [
-        (FILES, FILES[1::2], ("len(Holding.held): 6 on rank 0; 3", "Holding.held[0]: part-0 on rank 0; part-1")),
-        (FILES, FILES[::-1], ("Holding.held[0]: part-0 on rank 0; part-5 on ranks 1, 2",)),
-        (FILES, [*FILES[:5], "part-7"], ("Holding.held[5]: part-5 on rank 0; part-7",)),
-        (FILES, [], ("len(Holding.held): 6 on rank 0; 0",)),
-        (range(50), range(50, 100), ("Holding.held[0]: 0 on rank 0; 50",)),
-        (torch.arange(100), torch.arange(100, 200), ("Holding.held[0]: 0 on rank 0; 100",)),
-        ({"train": FILES}, {"train": FILES[3:]}, ("Holding.held['train'][0]: part-0 on rank 0; part-3",)),
+        (FILES, FILES[1::2], ("Holding.held: 6, from part-0 to part-5 (digest", "on rank 0; 3, from part-1 to part-5")),
+        (FILES, FILES[::-1], ("Holding.held: 6, from part-0 to part-5", "; 6, from part-5 to part-0", "on ranks 1, 2")),
+        (FILES, [*FILES[:5], "part-7"], ("on rank 0; 6, from part-0 to part-7",)),
+        (FILES, [*FILES[:4], "part-7", FILES[5]], ("on rank 0; 6, from part-0 to part-5",)),
+        (FILES, [], ("on rank 0; 0 on ranks 1, 2",)),
+        (range(50), range(50, 100), ("Holding.held: 50, from 0 to 49", "; 50, from 50 to 99")),
+        (torch.arange(100), torch.arange(100, 200), ("Holding.held: 100, from 0 to 99", "; 100, from 100 to 199")),
+        ({"train": FILES}, {"train": FILES[3:]}, ("Holding.held['train']: 6,", "on rank 0; 3, from part-3")),
         (Path("/data/a/0.tar"), [Path("/data/a/1.tar")], ()),  # one of them is no list
         (
             ["a/0/images", "a/1/images"],
             ["b/0/images", "b/2/images"],
-            ("Holding.held[1]: 1/images on rank 0; 2/images",),
+            ("Holding.held: 2, from 0/images to 1/images", "on rank 0; 2, from 0/images to 2/images"),
         ),
     ],
 )

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from claiming import Connection, connected, new_store
+from torch.utils.data import DistributedSampler
 
 from ddp_patch.errors import PartsWarning, RankMismatchError
+from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.parts import Parts
 
@@ -16,19 +18,23 @@ __all__ = ["connected"]
 pytestmark = pytest.mark.usefixtures("connected")
 
 
+DATA: Any = range(9)
+SHUFFLING: Any = DistributedSampler(DATA, 3, 0)
+
+
 class Reader:
     """A rank that reads its part of the data, in batches of four."""
 
     def __init__(self, store: Any, rank: int, **how: Any) -> None:
         Connection.current = self.connection = Connection(store)
-        self.claims = Claims("loader", "ranks", rank, range(3))
+        self.claims = Claims("ranks/loader", rank, range(3))
         self.parts, self.passes = Parts(lambda: "DataLoader", lambda: "Why.", **how), 0
 
     def reads(self, items: Any, *, ends: bool = True) -> None:
         Connection.current = self.connection
-        sketch = self.parts.sketch(None)
+        sketch = Sketch()
         for start in range(0, len(items), 4):
-            self.parts.note_batch(torch.tensor(items[start : start + 4]), sketch)
+            sketch.add_batch(torch.tensor(items[start : start + 4]))
         self.parts.compare(self.claims, self.passes, sketch, None if ends else len(items) // 4, self.tell)
         self.passes += 1
 
@@ -84,7 +90,7 @@ def test_the_faster_of_two_ranks_is_told_in_the_next_pass() -> None:
 
 
 def test_indices_that_torchs_sampler_gave_twice_are_certain_beyond_padding() -> None:
-    one, other, _ = readers(knows_all=True, is_torchs=True)
+    one, other, _ = readers(sampler=DistributedSampler(DATA, 3, 0, shuffle=False))
     one.reads(range(40))
     other.reads([*range(40, 72), *range(8)])
     one.reads(range(40))
@@ -110,11 +116,13 @@ def test_workers_that_all_read_the_same_are_told() -> None:
 
 
 def test_one_order_in_two_passes_is_told_where_a_sampler_shuffles() -> None:
-    (one, *_) = readers(shuffles=True)
+    (one, *_) = readers(sampler=SHUFFLING)
     one.reads(shuffled(range(40)))
     with pytest.warns(PartsWarning, match="pass 1 over it has the same order as the one before"):
         one.reads(shuffled(range(40)))
     one.reads(shuffled(range(40)))  # once
-    for same in (readers(shuffles=False)[0], readers(shuffles=True)[0]):
+    samplers: list[Any] = [None, DistributedSampler(DATA, 3, 0, shuffle=False), SHUFFLING]
+    for sampler in samplers:
+        (same, *_) = readers(sampler=sampler)
         same.reads(shuffled(range(40), 1))
-        same.reads(shuffled(range(40), 2 if same.parts._kind[2] else 1))
+        same.reads(shuffled(range(40), 2 if sampler is SHUFFLING else 1))

@@ -13,11 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from zoo import Indices, N, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
+from ddp_patch.errors import RankMismatchError
 from ddp_patch.orders.chunks import State
-from ddp_patch.ranks import ends
-from ddp_patch.ranks.claims import Claims
-from ddp_patch.ranks.ends import Ends
-from ddp_patch.ranks.pass_facts import Beginning, BegunPass, PassNumbers, Progress, Stage, Word, next_count
+from ddp_patch.ranks import pass_monitor
+from ddp_patch.ranks.pass_facts import BegunPass, PassNumbers, Progress, Stage, Word, next_count
 
 __all__ = ["connected"]
 
@@ -142,7 +141,7 @@ def test_a_comparison_is_two_requests_however_many_ranks_there_are(world: int) -
     asked = max((rank.connection.asked for rank in ranks), key=len)
     compared = [name for name, key in asked if name == "compare_set"]
     assert len(compared) <= 2 * 4 + 4  # at 2, 4 and 8 batches, and at the end; the last one tells that all have begun
-    assert len(store.get("loader/0/8")) < 100
+    assert len(store.get("ranks/loader/0/8")) < 100
 
 
 @pytest.mark.usefixtures("connected")
@@ -166,8 +165,8 @@ def test_counts_thin_out() -> None:
 
 def test_a_pass_counts_as_far_as_it_had_come_when_the_next_took_its_second_batch() -> None:
     numbers, batches = PassNumbers(), [3, 0]
-    first = BegunPass(Word(0, Beginning(0)), lambda: Progress(batches[0], batches[0]))
-    second = BegunPass(Word(0, Beginning(1)), lambda: Progress(batches[1], batches[1]))
+    first = BegunPass(Word(0, 0), lambda: Progress(batches[0], batches[0]))
+    second = BegunPass(Word(0, 1), lambda: Progress(batches[1], batches[1]))
     numbers.add(first)
     numbers.add(second)
     seen = []
@@ -181,7 +180,7 @@ def test_a_pass_counts_as_far_as_it_had_come_when_the_next_took_its_second_batch
 
 def test_a_pass_that_was_struck_and_goes_on_counts_again() -> None:
     numbers, batches = PassNumbers(), [0]
-    begun = BegunPass(Word(0, Beginning(0)), lambda: Progress(batches[0], batches[0]))
+    begun = BegunPass(Word(0, 0), lambda: Progress(batches[0], batches[0]))
     numbers.add(begun)
     numbers.strike_looks()
     batches[0] = 2
@@ -202,9 +201,9 @@ JUNK = [
     "7",
     '["a"]',
     "[0]",
-    '[0,[0,0,0,""],0,0,9,null]',
-    "[0,[0],0,0,1,null]",
-    "[0,7,0,0,1,7]",
+    '[0,0,0,0,"",0,0,9,null]',
+    "[0,0,0,1,null]",
+    '[0,0,0,0,"",0,0,1,7]',
 ]
 
 
@@ -216,22 +215,38 @@ def test_junk_is_no_word(junk: str) -> None:
 # How long a rank waits, at the end of a pass whose end nobody knew, for others that may be given more.
 
 
+def ends_after(rank: Rank, epoch: int, batches: int) -> None:
+    """Come to the end of a pass after so many batches."""
+    Connection.current = rank.connection
+    begun = rank.monitor.begin(epoch, 0, lambda: Progress(batches, batches, ENDED))
+    assert begun is not None
+    for batch in range(1, batches + 1):
+        rank.monitor.report_step(begun, batch)
+    rank.monitor.compare(begun)
+    rank.monitor.wait_for_end(begun, batches)
+
+
 @pytest.mark.usefixtures("connected")
-@pytest.mark.parametrize(("step_s", "waits_s"), [(0.001, 3), (10, 20), (100, 60)])
-def test_it_waits_for_steps_that_take_long_too(step_s: float, waits_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_waits_in_vain_once_and_is_told_of_longer_passes_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    times = iter([0.0, step_s, 2 * step_s, 2 * step_s, 3 * step_s, 3 * step_s])
-    monkeypatch.setattr(ends, "perf_counter", lambda: next(times))
-    monkeypatch.setattr(ends, "monotonic", lambda: sum(slept))
-    monkeypatch.setattr(ends, "sleep", lambda _: slept.append(0.25))
-    Connection.current = Connection(new_store())
-    claims, waiting = Claims("loader", "ranks", 0, range(2)), Ends()
-    for batches in (1, 2, 3):
-        waiting.give_step(claims, "0.0", batches)
-    assert not waiting.is_short(claims, "0.0", 3, 0)
-    assert waits_s <= sum(slept) <= waits_s + 0.5
-    waiting.give_step(claims, "0.0", 4)
-    assert waiting.is_short(claims, "0.0", 3, 0)
+    monkeypatch.setattr(pass_monitor, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(pass_monitor, "sleep", slept.append)
+    store = new_store()
+    one, other = (Rank(store, number) for number in range(2))
+    ends_after(one, 0, 3)
+    assert 10 <= sum(slept) <= 10.5
+    ends_after(other, 0, 3)
+    ends_after(other, 1, 3)
+    ends_after(one, 1, 3)
+    assert sum(slept) <= 21
+    Connection.current = other.connection
+    begun = other.monitor.begin(2, 0, lambda: Progress(4, 4))
+    assert begun is not None
+    for batch in range(1, 5):
+        other.monitor.report_step(begun, batch)
+    with pytest.raises(RankMismatchError, match="epoch 2 ended after 3 batches on rank 0, and others were given more"):
+        ends_after(one, 2, 3)
+    assert sum(slept) <= 21
 
 
 # What a pass took.
