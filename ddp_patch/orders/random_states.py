@@ -279,6 +279,15 @@ class EpochCounter:
         self.upcoming: int = 0
         self.passes: int = 0
 
+    def choose(self, epoch: int) -> None:
+        """Make an epoch the next one."""
+        self.current = self.upcoming = epoch
+
+    def begin(self, epoch: int, *, passes: int = 1) -> None:
+        """Record that an epoch begins, in so many passes: none if nothing is left of the epoch."""
+        self.current, self.upcoming = epoch, epoch + 1
+        self.passes += passes
+
 
 def _python_seed(sequence: np.random.SeedSequence) -> int:
     return int.from_bytes(sequence.generate_state(4).tobytes(), "little")

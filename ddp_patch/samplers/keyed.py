@@ -130,12 +130,11 @@ class CountingSampler(Sampler[T]):
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next epoch."""
         number = whole("epoch", epoch, 0, "an epoch's order is derived from its number")
-        self.epochs.current = self.epochs.upcoming = number
+        self.epochs.choose(number)
 
     def _begin_epoch(self) -> int:
         """Begin the next epoch, and return its number."""
-        self.epochs.current = self.epochs.upcoming
-        self.epochs.upcoming += 1
+        self.epochs.begin(self.epochs.upcoming)
         return self.epochs.current
 
 

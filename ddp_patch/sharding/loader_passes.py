@@ -89,7 +89,7 @@ class Epochs(Generic[T]):
         if epoch != self.upcoming:
             self.position = None
         self.latest, self.was_chosen = None, True
-        self.counter.current = self.counter.upcoming = epoch
+        self.counter.choose(epoch)
 
     def cut_off(self) -> None:
         """Forget the latest pass: a position is restored."""
@@ -101,8 +101,7 @@ class Epochs(Generic[T]):
 
     def begin(self, current: Pass[T]) -> None:
         """Make a pass the latest one, which begins to draw; it takes the position that was loaded."""
-        self.counter.current, self.counter.upcoming = current.epoch, current.epoch + 1
-        self.counter.passes += not current.start.is_ended  # of one that gives nothing, workers are told nothing
+        self.counter.begin(current.epoch, passes=not current.start.is_ended)  # of no items, workers are told nothing
         self.latest, self.position, self.was_chosen = current, None, False
         if self._counts_next:
             self._counts_next = False
