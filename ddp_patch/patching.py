@@ -20,7 +20,7 @@ from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.columns import Column, lists_in
-from ddp_patch.loaders.copying import METHODS, copy_loader, notice_if_iterated
+from ddp_patch.loaders.copying import METHODS, copy_loader, notice_if_iterated, notice_if_never_drawn
 from ddp_patch.loaders.facts import (
     NOTHING_TO_COMPARE,
     LoaderFacts,
@@ -238,6 +238,8 @@ def patch_dataloader_to_ddp(
     for before, clone in zip(loaders.values(), patched, strict=True):
         if clone is not before and isinstance(by := sharded_by(clone), EpochSampler):
             notice_if_iterated(before, line, partial(_is_used, by.rank_passes))
+            if by.num_replicas > 1:
+                notice_if_never_drawn(clone, line, partial(getattr, by.rank_passes.epochs.counter, "passes"))
     return nest.with_replaced(patched)
 
 

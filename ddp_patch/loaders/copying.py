@@ -1,5 +1,6 @@
 """Copy a loader with other parts; find the object that repeats a sampler in a loader with one endless iterator."""
 
+import atexit
 import copy
 import inspect
 import warnings
@@ -241,3 +242,29 @@ def notice_if_iterated(loader: DataLoader[Any], patched_at: str, is_copy_used: C
     """
     if dist.is_initialized() and dist.get_world_size() > 1 and copies_plainly(type(loader)):
         _Original(loader, patched_at, is_copy_used)
+
+
+def notice_if_never_drawn(loader: DataLoader[Any], patched_at: str, passes_begun: Callable[[], int]) -> None:
+    """Warn when this process exits if the class of a patched loader has its own iteration, and drew no index.
+
+    Such a class may read the dataset without its samplers. What it reads cannot be seen; that nothing was drawn can.
+
+    Args:
+        loader: The patched loader. It is not kept.
+        patched_at: Where it was patched, for the warning.
+        passes_begun: Returns how many passes over the sharded sampler have begun.
+    """
+    kind = type(loader)
+    if has_own_iteration(kind) and not isinstance(loader.dataset, IterableDataset):
+        atexit.register(_tell_if_never_drawn, kind.__name__, type(loader.dataset).__name__, patched_at, passes_begun)
+
+
+def _tell_if_never_drawn(name: str, dataset: str, patched_at: str, passes_begun: Callable[[], int]) -> None:
+    if not passes_begun():
+        warnings.warn(
+            f"{name}, patched at {patched_at}, has drawn no index until this process exits. If nothing has iterated it, "
+            f"ignore this. Else its own __iter__ reads {dataset} without loader.sampler and loader.batch_sampler, so "
+            "every rank got all of it: let it draw from one of these, or from super().__iter__(); or use a DataLoader.",
+            UnpatchedLoaderWarning,
+            stacklevel=2,
+        )

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -271,6 +273,31 @@ def batches_of(_n: int, loader: Any) -> Iterator[Any]:
 def test_a_loader_that_draws_from_its_samplers_or_may_do_so_is_patched(kind: Any) -> None:
     loader = patch_dataloader_to_ddp(kind(range(FEW), 4), rank=1, num_replicas=2)
     assert [batch.tolist() for batch in loader] == [[1, 3, 5, 7], [9, 11]]
+
+
+# A loader of a user's own, which reads its dataset without its samplers; and how a script goes on after the patch.
+PAST_SAMPLERS = """
+import sys
+from torch.utils.data import DataLoader
+from ddp_patch import patch_dataloader_to_ddp
+class Fast(DataLoader):
+    def __iter__(self):
+        {reads}
+loader = patch_dataloader_to_ddp(Fast(range(8), 4), rank=0, num_replicas=2)
+for _ in loader:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("reads", "is_told"), [("yield from self.dataset", True), ("yield from super().__iter__()", False)]
+)
+def test_a_loader_that_reads_past_its_samplers_is_told_when_the_process_exits(reads: str, is_told: bool) -> None:
+    command = [sys.executable, "-c", PAST_SAMPLERS.format(reads=reads)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - our own script
+    told = "UnpatchedLoaderWarning: Fast, patched at <string>:8, has drawn no index until this process exits"
+    assert (told in ended.stderr) == is_told
+    assert ended.stderr == "" or is_told
 
 
 @pytest.mark.parametrize(
