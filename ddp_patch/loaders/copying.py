@@ -256,15 +256,23 @@ def notice_if_never_drawn(loader: DataLoader[Any], patched_at: str, passes_begun
     """
     kind = type(loader)
     if has_own_iteration(kind) and not isinstance(loader.dataset, IterableDataset):
-        atexit.register(_tell_if_never_drawn, kind.__name__, type(loader.dataset).__name__, patched_at, passes_begun)
+        _may_draw_nothing.append((kind.__name__, type(loader.dataset).__name__, patched_at, passes_begun))
 
 
-def _tell_if_never_drawn(name: str, dataset: str, patched_at: str, passes_begun: Callable[[], int]) -> None:
-    if not passes_begun():
-        warnings.warn(
-            f"{name}, patched at {patched_at}, has drawn no index until this process exits. If nothing has iterated it, "
-            f"ignore this. Else its own __iter__ reads {dataset} without loader.sampler and loader.batch_sampler, so "
-            "every rank got all of it: let it draw from one of these, or from super().__iter__(); or use a DataLoader.",
-            UnpatchedLoaderWarning,
-            stacklevel=2,
-        )
+# Loaders whose class has its own iteration: the class, the dataset, where it was patched, and what counts its passes.
+_may_draw_nothing: list[tuple[str, str, str, Callable[[], int]]] = []
+
+
+@atexit.register
+def warn_of_what_drew_nothing() -> None:
+    """Warn of the loaders that ``notice_if_never_drawn`` has noted and that have drawn no index until now."""
+    while _may_draw_nothing:
+        name, dataset, patched_at, passes_begun = _may_draw_nothing.pop()
+        if not passes_begun():
+            warnings.warn(
+                f"{name}, patched at {patched_at}, has drawn no index until this process exits: nothing iterated it, "
+                f"or its own __iter__ reads {dataset} without loader.sampler and loader.batch_sampler, so every rank "
+                "got all of it. Let it draw from one of these, or from super().__iter__(); or use a DataLoader.",
+                UnpatchedLoaderWarning,
+                stacklevel=2,
+            )

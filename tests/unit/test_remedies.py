@@ -27,6 +27,7 @@ from ddp_patch.auditing.commands import _costs
 from ddp_patch.auditing.finding import look_up
 from ddp_patch.elastic import ElasticLoader
 from ddp_patch.errors import AuditError, message_of
+from ddp_patch.loaders.copying import warn_of_what_drew_nothing
 from ddp_patch.testing import run_ranks
 
 WORLD = 2
@@ -113,7 +114,7 @@ def tell(report: Any) -> None:
 
 
 NAMES |= {"look_up": look_up, "_costs": _costs, "run_ranks": run_ranks, "operator": operator, "tell": tell}
-NAMES |= {"over": over, "streamed": streamed}
+NAMES |= {"over": over, "streamed": streamed, "exits": warn_of_what_drew_nothing}
 
 
 def run(program: str) -> tuple[str, list[int] | None, list[int]]:
