@@ -784,10 +784,9 @@ def told_of(found: dict[str, Found], seed: int) -> str:
     told, later = (counts["faulty"]["all programs", came] for came in Found.CAME[1:3])
     return (
         f"Seed {seed}, 2 and 3 ranks. Of {faulty + told + later:,} faulty programs, {faulty:,} lost nothing, {told:,} "
-        f"raised an error within the epoch (or warned, of unequal parts on purpose), and {later:,} later: a rank had "
-        "left its loop alone, ranks never met, or few samples were the same. None lost samples in silence, but for "
-        f"what goes unnoticed. {honest:,} honest programs: none raised or warned, but where they iterated the loader "
-        "that was patched."
+        f"raised an error within the epoch (or warned, of unequal parts on purpose), and {later:,} raised it later: a "
+        f"rank had left its loop alone, ranks never met, or few samples were the same. Of {honest:,} honest programs, "
+        "none raised, and none warned but of iterating the loader that was patched."
     )
 
 
