@@ -9,8 +9,6 @@ from operator import getitem
 from types import MemberDescriptorType
 from typing import Any, Final, TypeAlias
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import NotALoaderError
@@ -76,39 +74,6 @@ def walk(start: object, parts: Callable[[Any], Iterable[object]]) -> Iterator[An
             seen.add(id(found))
             yield found
             waiting += parts(found)
-
-
-# The types that torch's own functions collate without calling other code, and the containers that may have them.
-SCALARS: Final = frozenset({bool, int, float, str, bytes, type(None)})
-_CONTAINERS = frozenset({list, tuple, dict})
-
-
-def plain_tensors(value: Any) -> dict[int, torch.Tensor] | None:
-    """Return the tensors in lists, tuples and dicts of plain values, by their ids.
-
-    Return None if there is anything else, such as an object of a class, or a container that appears twice.
-
-    Examples:
-        >>> found = plain_tensors({"x": torch.ones(2), "y": [1, "a"]})
-        >>> [tensor.tolist() for tensor in found.values()], plain_tensors([object()])
-        ([[1.0, 1.0]], None)
-    """
-    tensors: dict[int, torch.Tensor] = {}
-    seen = set[int]()
-
-    def is_plain(part: Any) -> bool:
-        kind = type(part)
-        if kind is torch.Tensor:
-            tensors[id(part)] = part
-        if kind not in _CONTAINERS:
-            return kind in SCALARS or kind is torch.Tensor or kind is np.ndarray
-        if id(part) in seen:
-            return False
-        seen.add(id(part))
-        parts = elements(part)
-        return SCALARS.issuperset(map(type, parts)) or all(map(is_plain, parts))
-
-    return tensors if is_plain(value) else None
 
 
 # An object's address in memory, which differs between ranks.

@@ -5,15 +5,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from ddp_patch.ranks.exchange import bytes_of
 from ddp_patch.sharding.saved_state import NotedBatch
-from ddp_patch.walks import SCALARS, elements, plain_tensors
+from ddp_patch.walks import elements
 
 # The largest batch, in bytes, whose tensors leave a worker in the message itself. torch would make a file in shared
 # memory for each tensor, and open it in the main process, which costs several times as much.
 _SMALL_BYTES = 2**16
+# The types that torch's own functions collate without calling other code, and the containers that may have them.
+_SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
+_CONTAINERS = frozenset({list, tuple, dict})
 
 
 def by_value(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -33,7 +37,7 @@ def _collated(collate_fn: Callable[[Any], Any], process: int, samples: Any) -> A
 
 def _by_value(batch: Any, samples: Any) -> Any:
     """Return a batch whose tensors are pickled by value if they are small and plain; else the batch unchanged."""
-    tensors = plain_tensors(batch) or {}
+    tensors = _plain_tensors(batch) or {}
     if not tensors or not all(map(_is_dense, tensors.values())):
         return batch
     filled = [tensor for tensor in tensors.values() if tensor.nbytes]
@@ -43,9 +47,37 @@ def _by_value(batch: Any, samples: Any) -> Any:
     # torch's collate_fn makes batches in shared memory. A dataset may share a tensor on purpose, for other processes to
     # see what it writes.
     are_shared = any(memory.is_shared() for memory in memories.values())
-    if are_shared and (plain_tensors(samples) or {}).keys() & tensors.keys():
+    if are_shared and (_plain_tensors(samples) or {}).keys() & tensors.keys():
         return batch
     return _replaced(batch, {key: _TensorByValue(tensor) for key, tensor in tensors.items()})
+
+
+def _plain_tensors(value: Any) -> dict[int, torch.Tensor] | None:
+    """Return the tensors in lists, tuples and dicts of plain values, by their ids.
+
+    Return None if there is anything else, such as an object of a class, or a container that appears twice.
+
+    Examples:
+        >>> found = _plain_tensors({"x": torch.ones(2), "y": [1, "a"]})
+        >>> [tensor.tolist() for tensor in found.values()], _plain_tensors([object()])
+        ([[1.0, 1.0]], None)
+    """
+    tensors: dict[int, torch.Tensor] = {}
+    seen = set[int]()
+
+    def is_plain(part: Any) -> bool:
+        kind = type(part)
+        if kind is torch.Tensor:
+            tensors[id(part)] = part
+        if kind not in _CONTAINERS:
+            return kind in _SCALARS or kind is torch.Tensor or kind is np.ndarray
+        if id(part) in seen:
+            return False
+        seen.add(id(part))
+        parts = elements(part)
+        return _SCALARS.issuperset(map(type, parts)) or all(map(is_plain, parts))
+
+    return tensors if is_plain(value) else None
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -59,7 +91,7 @@ def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
     """Return plain containers with other tensors in them."""
     if id(value) in new:
         return new[id(value)]
-    if SCALARS.issuperset(map(type, elements(value))):
+    if _SCALARS.issuperset(map(type, elements(value))):
         return value
     if isinstance(value, dict):
         return {key: _replaced(each, new) for key, each in value.items()}
