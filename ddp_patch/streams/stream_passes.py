@@ -92,6 +92,7 @@ class StreamPasses(Passes[None]):
 
     Attributes:
         reader: Reads the stream in this process; the loader's workers have copies of it.
+        sends_batches: Whether ranks that have batches left send some to ranks that have none.
         ahead: How many batches each worker may be ahead of the training loop.
     """
 
@@ -114,18 +115,13 @@ class StreamPasses(Passes[None]):
         why_in_common = partial(messages.why_parts_overlap, name) if agreed.options.by_worker else None
         super().__init__(name, LoaderUse.of(given), agreed, given.batching, states, facts, rules, why_in_common)
         self.reader: StreamReader[Any] = StreamReader(given, agreed, is_compared=is_compared)
+        is_alone = agreed.world.share_of_rank is None or agreed.world.num_replicas == 1
+        self.sends_batches: bool = agreed.options.by_worker and not (is_alone or self.loader.has_one_iterator)
         self._workers = given.num_workers
         # Whether workers read the same datasets in the next pass, not new copies of the one here.
         self._are_kept: bool = getattr(given.loader, "persistent_workers", False)
         self.ahead: int = getattr(given.loader, "prefetch_factor", None) or 2
         self._seen_epoch: int | None = 0  # so that an epoch counts that was set on the dataset before
-
-    @property
-    def sends_batches(self) -> bool:
-        """Whether ranks that have batches left send some to ranks that have none."""
-        world = self.agreed.world
-        is_alone = world.share_of_rank is None or world.num_replicas == 1
-        return self.reader.share.splits_itself and not (is_alone or self.loader.has_one_iterator)
 
     def stream_length(self, epoch: int) -> int:
         """Return how many items the stream has; raise TypeError where nobody knows."""
@@ -276,10 +272,9 @@ class StreamSource(ItemSource[None]):
     rounds: BalancedRounds | None
 
     def __init__(self, start: Position, passes: StreamPasses, number: int) -> None:
-        reader = passes.reader
-        self._share, self._shared, self._name = reader.share, reader.shared, reader.name
-        self.is_open_ended = not self._share.splits_itself
-        self.has_own_length = self._share.splits_itself and self._share.plan.uneven == "keep"
+        splits_itself = passes.reader.share.splits_itself
+        self.is_open_ended = not splits_itself
+        self.has_own_length = splits_itself and passes.plan.uneven == "keep"
         self.rounds = BalancedRounds() if passes.sends_batches else None
         self._start, self._passes, self._number, self._began_s = start, passes, number, perf_counter()
         # The latest notes, by reader.
@@ -302,7 +297,7 @@ class StreamSource(ItemSource[None]):
     @property
     def reported(self) -> ReportedPass:
         """What the readers have reported of the pass."""
-        return self._shared.reported(self._number)
+        return self._passes.reader.shared.reported(self._number)
 
     @property
     def is_in_parts(self) -> bool:  # type: ignore[override]  # readers report it
@@ -324,7 +319,7 @@ class StreamSource(ItemSource[None]):
         while (most := schedule().most_batches) is None and monotonic() < until:
             sleep(0.005)
         if most is None and may_end:
-            raise messages.unknown_ends(self._name, batches, self._share.readers, _ENDS_S)
+            raise messages.unknown_ends(self._passes.name, batches, self._passes.reader.share.readers, _ENDS_S)
         return most
 
     # ---- what ranks, and this rank's readers, compare ----
@@ -346,13 +341,13 @@ class StreamSource(ItemSource[None]):
         Warns:
             RankMismatchWarning: They read items of the same names and with other numbers.
         """
-        reported = self.reported
+        reported, name = self.reported, self._passes.name
         if (found := reported.readers_differ()) is not None:
             why = self._passes.monitor.rules.why_broken("order")
-            raise RankMismatchError(messages.readers_differ(self._name, "in other orders", *found, why))
+            raise RankMismatchError(messages.readers_differ(name, "in other orders", *found, why))
         if (found := reported.readers_differ(NUMBERS)) is not None and self._passes.may_say("numbers"):
-            why = messages.why_numbers_differ(self._name)
-            text = messages.readers_differ(self._name, "with other numbers", *found, why)
+            why = messages.why_numbers_differ(name)
+            text = messages.readers_differ(name, "with other numbers", *found, why)
             warnings.warn(text, RankMismatchWarning, stacklevel=2)
 
     def note_first_batch(self) -> None:
@@ -362,17 +357,17 @@ class StreamSource(ItemSource[None]):
 
     def note_loop_end(self) -> None:
         """Warn if all items have one name; and if reading took most of a pass, log what would read less."""
-        reported, share = self.reported, self._share
+        reported, passes = self.reported, self._passes
         if reported.names_all_alike:
-            self._passes.warn_of_names("all of its items have the same strings and numbers")
-        self._passes.reader.forget_resumed(self._number)  # persistent workers keep an iterator, which has no end
-        ranks, took_s = share.plan.num_replicas, perf_counter() - self._began_s
+            passes.warn_of_names("all of its items have the same strings and numbers")
+        passes.reader.forget_resumed(self._number)  # persistent workers keep an iterator, which has no end
+        ranks, took_s = passes.plan.num_replicas, perf_counter() - self._began_s
         is_whole = self._start.is_at_epoch_start and None not in reported.lengths
         # by_worker divides no batches.
-        reads_too_much = is_whole and ranks > 1 and reported.is_in_parts and share.batch_plan is None
-        if reads_too_much and reported.spent_s > max(took_s / 2, _LONG_S) and self._passes.may_say("by_worker"):
+        reads_too_much = is_whole and ranks > 1 and reported.is_in_parts and passes.batch_plan is None
+        if reads_too_much and reported.spent_s > max(took_s / 2, _LONG_S) and passes.may_say("by_worker"):
             items = sum(filter(None, reported.lengths))
-            logger.warning(messages.reads_too_much(self._name, ranks, items, reported.spent_s, took_s))
+            logger.warning(messages.reads_too_much(passes.name, ranks, items, reported.spent_s, took_s))
 
     # ---- positions ----
 
@@ -382,11 +377,11 @@ class StreamSource(ItemSource[None]):
         Raises:
             StateError: No state can describe it.
         """
-        start, share = self._start, self._share
+        start, share, name = self._start, self._passes.reader.share, self._passes.name
         if not batches:
             return start if len(start.taken) > 1 else replace(position, states=start.states)
         if not share.splits_itself:
-            return position_of_parts(position, start, batches, schedule(), self.reported, self._notes, self._name)
+            return position_of_parts(position, start, batches, schedule(), self.reported, self._notes, name)
         if self.rounds is None:
             return position
         parts = share.readers * share.plan.num_replicas
