@@ -508,7 +508,8 @@ def _even_steps(facts: LoaderFacts[Any], sharded: Any) -> BatchesOf | None:
         return None
     from ddp_patch.streams.even_steps import even_batches  # few loaders need this function
 
-    return partial(even_batches, sharded.rank_passes, facts.num_workers, type(facts.loader).__name__)
+    passes, workers = sharded.rank_passes, facts.num_workers
+    return partial(even_batches, passes, workers, workers * passes.ahead, type(facts.loader).__name__)
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

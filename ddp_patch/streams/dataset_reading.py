@@ -177,9 +177,8 @@ class DatasetReading(Generic[T]):
         self._info = worker_info_told(share.worker_info(start.part, epoch, dataset, asked.add))
         self._states = self._new_states()
         self._is_drawn = False  # the stream may have been read before
-        # Whether the dataset's own state is its position, and the states of its generators when the pass began.
-        self._has_state = share.takes_states
-        self._generators = generator_states([dataset]) if self._has_state else ()
+        # The states of the dataset's generators when the pass began; None if the dataset's own state is no position.
+        self._generators = generator_states([dataset]) if share.takes_states else None
 
     def _new_states(self) -> PrivateRNG:
         return PrivateRNG(self._share.seed.value, self._epoch, name=type(self._dataset).__name__)
@@ -212,7 +211,7 @@ class DatasetReading(Generic[T]):
         with self._info:
             # Told after the generators' states were put back, because it may seed them.
             tell_epoch(self._dataset, self._epoch)
-        if not (self._has_state and start.known.state):
+        if self._generators is None or not start.known.state:
             return self._from_beginning(), None
         first = list[T]()
         if plan.uneven == "pad" and start.taken and (repeats := plan.num_replicas - 1):
@@ -260,7 +259,7 @@ class DatasetReading(Generic[T]):
         iterator: Iterator[T] = iter(dataset)
         self._is_drawn = iterator is dataset or _is_again(dataset, iterator)
         if iterator is not dataset and is_stateful(iterator):
-            self._has_state = False
+            self._generators = None
         return _anew_if_empty(dataset, iterator) if is_moved else iterator
 
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
@@ -279,7 +278,7 @@ class DatasetReading(Generic[T]):
             yield item
             break
         yield from items
-        self._has_state = False  # at the end many datasets start again
+        self._generators = None  # at the end many datasets start again
 
     def state_now(self) -> bytes | None:
         """Return the dataset's own state, as text; None if the state is no position in the stream.
@@ -287,14 +286,15 @@ class DatasetReading(Generic[T]):
         A dataset that drew from random states may have to draw the same again when it begins, or to go on drawing: its
         own state does not say which, so its stream is read again.
         """
-        if not self._has_state or not self._states.drew_nothing:
+        if self._generators is None or not self._states.drew_nothing:
             return None
         # What the dataset asks for its state does not count.
         with worker_info_told(self._share.worker_info(self._start.part, self._epoch, self._dataset)):
             if generator_states([self._dataset]) != self._generators:
                 return None
             state = written_state(self._dataset)
-        self._has_state = state is not None
+        if state is None:
+            self._generators = None
         return state
 
 

@@ -30,7 +30,7 @@ from ddp_patch.sharding.state_text import from_text
 from ddp_patch.streams import messages
 from ddp_patch.streams.dataset import Resumed, ShardedIterable, StreamReader, generators_only
 from ddp_patch.streams.dataset_reading import tell_epoch
-from ddp_patch.streams.even_rounds import BalancedRounds
+from ddp_patch.streams.even_steps import BalancedRounds
 from ddp_patch.streams.reports import ENDED, NUMBERS, ReportedPass, position_of_parts
 
 logger: logging.Logger = logging.getLogger("ddp_patch")

@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given, settings
 
 from ddp_patch.options import Uneven
-from ddp_patch.streams.even_rounds import BalancedRounds, next_round
-from ddp_patch.streams.even_steps import AHEAD, OwnBatches, even_steps
+from ddp_patch.streams.even_steps import AHEAD, BalancedRounds, OwnBatches, even_steps, next_round
 
 Batch = tuple[int, int]
 

@@ -12,7 +12,7 @@ from ddp_patch.sharding.saved_state import NotedBatch, Position, States, StreamS
 from ddp_patch.streams import reports as protocol
 from ddp_patch.streams.dataset import StreamReader
 from ddp_patch.streams.dataset_reading import PartStart, StreamShare
-from ddp_patch.streams.even_rounds import BalancedRounds, rounds_ahead
+from ddp_patch.streams.even_steps import BalancedRounds, rounds_ahead
 from ddp_patch.streams.reports import (
     BEGUN,
     PARTS,
