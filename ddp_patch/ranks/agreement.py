@@ -3,14 +3,14 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import Any, TypeAlias
 from uuid import uuid4
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,14 @@ from ddp_patch.loaders.facts import StreamFacts, data_digest
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
-from ddp_patch.orders.random_states import RandomGenerator, Seed, generator_state, loader_seed, set_generator_state
+from ddp_patch.orders.random_states import (
+    RandomGenerator,
+    Seed,
+    generator_state,
+    loader_seed,
+    random_generators,
+    set_generator_state,
+)
 from ddp_patch.positions_and_padding import Plan
 from ddp_patch.ranks.claims import Claims, agreed_claims, claims_of_explicit_world
 from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what
@@ -38,6 +45,8 @@ _numbers = count(1)
 _nonces: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 # How many loaders without a seed were patched, by their ranks and the fingerprints of their streams.
 _numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
+# How many loaders have a sampler that draws from a generator, by its id. An entry goes with its generator.
+_loaders_of: dict[int, tuple[object, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class Agreed:
         options: The user's options.
         seed: The seed of every epoch's order; the same on every rank.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
+        loaders_before: How many loaders draw from each generator of the samplers and were patched before.
         claims: The claims by which ranks compare their passes over the loader; None if there are no other ranks.
         place: Where the loader was patched, for errors.
         columns: The names of the dataset's columns that the ranks compare when passes begin.
@@ -60,6 +70,7 @@ class Agreed:
     options: Options
     seed: Seed
     number: int = 0
+    loaders_before: Mapping[RandomGenerator, int] = field(default_factory=dict)
     claims: Claims | None = None
     place: str = ""
     columns: Sequence[str] = ()
@@ -170,7 +181,10 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     for decision in decisions if is_first else ():
         if decision["likely"]:
             warnings.warn(decision["likely"], RankMismatchWarning, stacklevel=4)
-    return [_agreed(world, options, agreed_claims(members, decision["token"]), decision) for decision in decisions]
+    return [
+        _agreed(world, options, agreed_claims(members, decision["token"]), decision, _drawn_from(subject))
+        for subject, decision in zip(subjects, decisions, strict=True)
+    ]
 
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
@@ -179,14 +193,33 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
     for subject in subjects:
         with error_context(subject.label):
             claims = claims_of_explicit_world(world.rank, world.num_replicas, subject.compared)
-        agreed.append(_agreed(world, options, claims, {"seed": 0, "number": 0, "columns": ()}))
+        agreed.append(_agreed(world, options, claims, {"seed": 0, "number": 0, "loaders_before": (), "columns": ()}))
     return agreed
 
 
-def _agreed(world: World, options: Options, claims: Claims | None, decision: Report) -> Agreed:
+def _agreed(
+    world: World, options: Options, claims: Claims | None, decision: Report, generators: Sequence[RandomGenerator] = ()
+) -> Agreed:
     """Return an agreement, with the user's seed if there is one."""
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
-    return Agreed(world, options, seed, decision["number"], claims, columns=decision["columns"])
+    before = dict(zip(generators, decision["loaders_before"], strict=True))
+    return Agreed(world, options, seed, decision["number"], before, claims, columns=decision["columns"])
+
+
+def _drawn_from(subject: Subject) -> list[RandomGenerator]:
+    """Return the generators of a loader's samplers."""
+    return [] if subject.stream is None else random_generators(subject.stream.samplers)
+
+
+def _count_loader(generator: RandomGenerator) -> int:
+    """Count one more loader that draws from a generator; return how many were counted before."""
+    key = id(generator)
+    kept, before = _loaders_of.get(key, (generator, 0))
+    if not before:
+        with suppress(TypeError):  # numpy's generators take no weak references
+            kept = ref(generator, lambda _: _loaders_of.pop(key, None) and None)
+    _loaders_of[key] = kept, before + 1
+    return before
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
@@ -203,15 +236,16 @@ def _report(subject: Subject, generators: Sequence[RandomGenerator], is_first: b
     """Return what a rank reports of one loader.
 
     The report has the loader's facts, the columns of its dataset and a fingerprint of its stream. On the first rank, it
-    also has the states of the user's generators.
+    also has the states of the user's generators, and how many loaders draw from them already.
     """
-    stream = subject.stream
+    stream, before = subject.stream, [*map(_count_loader, _drawn_from(subject))]
     return {
         "label": subject.label,
         "compared": {**subject.compared, "generators": len(generators)},
         "columns": subject.columns,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [*map(generator_state, generators)] if is_first else [],
+        "loaders_before": before if is_first else [],
         "made_for": subject.made_for,
         "known": subject.known,
     }
@@ -263,7 +297,8 @@ def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
     # A later process group may have the same store. The nonce keeps the claims of both groups apart.
     nonce = _nonces.setdefault(default_store(), uuid4().hex[:8])
     number = next(_numbers)
-    return {"seed": seed, "generators": loader["generators"], "number": number, "token": f"{nonce}/{number}"}
+    taken = {name: loader[name] for name in ("generators", "loaders_before")}
+    return {"seed": seed, **taken, "number": number, "token": f"{nonce}/{number}"}
 
 
 @contextmanager

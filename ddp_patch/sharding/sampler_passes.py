@@ -156,7 +156,7 @@ class SamplerPasses(Passes[T]):
             **stream.described,
             **({} if balancer is None else balancer.described),
         }
-        states = SamplerStates(stream.samplers, agreed.seed, stream.name)
+        states = SamplerStates(stream.samplers, agreed.seed, stream.name, agreed.loaders_before)
         facts["generators"] = states.given_generators
         # Passes over different epochs lose no sample if all epochs have one order.
         has_one_order = not shuffles and balancer is None and is_always_alike(stream.source)

@@ -64,6 +64,7 @@ class _Generators:
     Args:
         holders: The samplers.
         name: What errors call them.
+        loaders_before: How many loaders draw from a generator and were patched before this one.
 
     Attributes:
         given: How many generators the samplers held at the patch.
@@ -71,8 +72,8 @@ class _Generators:
         draws: How many draws are entered now. Meanwhile the generators have an epoch's states, and not the user's.
     """
 
-    def __init__(self, holders: Sequence[Any], name: str) -> None:
-        self._holders, self._name = holders, name
+    def __init__(self, holders: Sequence[Any], name: str, loaders_before: Mapping[RandomGenerator, int]) -> None:
+        self._holders, self._name, self._loaders_before = holders, name, loaders_before
         self.bases: dict[RandomGenerator, _Base] = {}
         self.draws: int = 0
         self._seeds: dict[RandomGenerator, int] = {}  # the seeds of torch's generators
@@ -95,10 +96,18 @@ class _Generators:
             new = [each for each in found if each not in known]
             come, self._to_come = self._to_come[: len(new)], self._to_come[len(new) :]
             of_new = dict(
-                zip(new, [*come, *(_Base(epoch, generator_state(each)) for each in new[len(come) :])], strict=True)
+                zip(new, [*come, *(_Base(epoch, self._own_state(each)) for each in new[len(come) :])], strict=True)
             )
             self.bases = {each: of_new[each] if each in of_new else self.bases[each] for each in found}
             self._seeds = seeds
+
+    def _own_state(self, generator: RandomGenerator) -> Any:
+        """Return a generator's state; of one from which other loaders draw, a state that these do not have.
+
+        In one process they draw one after the other. With one base, they would have one order.
+        """
+        state, before = generator_state(generator), self._loaders_before.get(generator, 0)
+        return seeded_anew(generator, state, 0, before) if before else state
 
     def restore(self, epoch: int, bases: Sequence[Any]) -> None:
         """Let epochs follow from the bases of a state. Bases are kept for generators that are made later."""
@@ -272,16 +281,19 @@ class SamplerStates:
         holders: The samplers. The attributes that they have now count as unchanged.
         seed: The seed in force.
         name: What errors call the sampler.
+        loaders_before: How many loaders draw from a generator and were patched before this one.
 
     Attributes:
         holders: As given.
     """
 
-    def __init__(self, holders: Sequence[Any], seed: Seed, name: str) -> None:
+    def __init__(
+        self, holders: Sequence[Any], seed: Seed, name: str, loaders_before: Mapping[RandomGenerator, int]
+    ) -> None:
         self.holders: Sequence[Any] = holders
         self._seed, self._name = seed, name
         self._at_first = [plain_attributes(holder) for holder in holders]
-        self._generators = _Generators(holders, name)
+        self._generators = _Generators(holders, name, loaders_before)
         self._counters = _Counters(holders)
 
     @property

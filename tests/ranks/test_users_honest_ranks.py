@@ -337,6 +337,15 @@ def all_repeat_an_epoch(job: Job, make: Make) -> None:
         raise AssertionError(f"epoch 0 was {came[0]}, then {came[1]}")
 
 
+@program("complete", each={"together": True, "one after the other": False})
+def two_loaders_draw_from_one_generator(job: Job, at_once: bool) -> None:
+    pair: Any = [loader(shuffle=True, generator=generator) for generator in [users.seeded()] * 2]
+    pair = job.patch(pair) if at_once else [*map(job.patch, pair)]
+    came = [[job.train(each).samples for each in pair] for _ in range(2)]
+    if any(one == other for one, other in came):
+        raise AssertionError(f"both had the order {came[0][0]}")
+
+
 WAYS: dict[str, tuple[Make, dict[str, Any]]] = {
     "kept": (lambda: loader(users.Rows(range(43)), shuffle=True), {"uneven": "keep"}),
     "dropped": (lambda: loader(shuffle=True), {"uneven": "drop"}),
