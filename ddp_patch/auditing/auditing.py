@@ -17,7 +17,7 @@ from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
-from ddp_patch.running.loader_reports import unpatched
+from ddp_patch.running.autopatching import unpatched
 from ddp_patch.sharding.refusals import require_one_of_each
 from ddp_patch.validation import check_flag, whole_number
 

@@ -16,8 +16,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -41,22 +41,23 @@ _PACKAGES = ("site-packages", "dist-packages")  # which may lie in a folder of t
 _BETWEEN = {__file__, str(entropy.__file__)}
 _OF_RUNTIME = {"asyncio", "concurrent", "importlib", "multiprocessing"}  # of Python's library
 
-_now: list["_Answers"] = []  # those that are asked, the latest last
+# The latest question of each session, the latest session last.
+_asked: list[str] = []
 
 
 def asked() -> str:
     """Return what this rank asked the world so far, to compare it with the other ranks when they meet."""
-    return _now[-1].asked if _now else ""
+    return _asked[-1] if _asked else ""
 
 
 @contextmanager
 def asking_alone() -> Iterator[None]:
     """Let this rank draw entropy of its own while entered, as often as it likes: other ranks do something else."""
-    _now.append(_Answers(b""))
+    _asked.append("")
     try:
         yield
     finally:
-        _now.pop()
+        _asked.pop()
 
 
 @contextmanager
@@ -103,41 +104,26 @@ def alike(store: "Store", rank: int, timeout: float) -> Iterator[None]:
                 "does next not follow from a clock, a process number or the name of a machine."
             ) from None
 
-    answers, draw_own = _Answers(of_rank_0("secret", lambda: os.urandom(32))), os.urandom
+    secret, draw_own = of_rank_0("secret", lambda: os.urandom(32)), os.urandom
+    process, numbers, sessions = os.getpid(), count(1), len(_asked) + 1
+
+    def draw(size: int) -> bytes:
+        is_main = threading.current_thread() is threading.main_thread() and os.getpid() == process
+        line = _asker(sys._getframe(1)) if is_main and len(_asked) == sessions else ""
+        if not line:
+            return draw_own(size)
+        number, digest = next(numbers), crc32(f"{_asked[-1]} {line}".encode())
+        _asked[-1] = f"question {number} to the world ({digest:08x}), for the system's entropy at {line}"
+        return hashlib.shake_256(secret + number.to_bytes(8)).digest(size)
+
     with ExitStack() as stack:
-        stack.enter_context(entropy.entropy_drawn_by(lambda size: answers.drawn(size) or draw_own(size)))
+        stack.enter_context(entropy.entropy_drawn_by(draw))
         if (own := sys.stdin) is not None:
             given = io.TextIOWrapper(io.BufferedReader(_Input(own, of_rank_0)), own.encoding, own.errors)
             stack.enter_context(patch.object(sys, "stdin", given))
-        _now.append(answers)
-        stack.callback(_now.remove, answers)
+        _asked.append("")
+        stack.callback(_asked.pop)
         yield
-
-
-@dataclass(eq=False)
-class _Answers:
-    """The system's entropy, as all ranks draw it.
-
-    Attributes:
-        secret: What it follows from.
-        asked: What this rank asked so far, in words.
-    """
-
-    secret: bytes
-    asked: str = ""
-    _number: int = 0
-    _digest: int = 0
-    _process: int = field(default_factory=os.getpid)
-
-    def drawn(self, size: int) -> bytes:
-        """Return so many bytes; none if each rank has to draw for itself."""
-        is_main = threading.current_thread() is threading.main_thread() and os.getpid() == self._process
-        line = _asker(sys._getframe(1)) if is_main and self is _now[-1] else ""
-        if not line:
-            return b""
-        self._number, self._digest = self._number + 1, crc32(line.encode(), self._digest)
-        self.asked = f"question {self._number} to the world ({self._digest:08x}), for the system's entropy at {line}"
-        return hashlib.shake_256(self.secret + self._number.to_bytes(8)).digest(size)
 
 
 def _asker(frame: FrameType | None) -> str:

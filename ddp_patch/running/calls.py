@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import PackedSequence
 from ddp_patch.compat.private_torch import backward_in_progress, is_within_transform
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.hooks import script_line
-from ddp_patch.running.divided import Layout, Part, Slots, gather, scatter, shared, slots_of, substituted
-from ddp_patch.running.loader_reports import is_off
+from ddp_patch.running.autopatching import is_off
+from ddp_patch.running.divided import SUM, Layout, Part, Slots, gather, scatter, slots_of, substituted
 from ddp_patch.running.lockstep import GivenUp, Lockstep
 from ddp_patch.running.random_numbers import own_numbers
 from ddp_patch.running.trees import PLAIN, State, mapped, tensors_in
@@ -39,44 +39,29 @@ _DRAWN = "the same but for dropout (random numbers drawn within divided calls)"
 _HARMLESS = ("a part of it raises", "it raises", "it leaves")
 
 
-@dataclass(frozen=True)
-class Way:
-    """How calls of one form are divided.
-
-    Attributes:
-        rows: In which dimension each tensor that is given has the rows; None for one that has none.
-        layouts: How the parts of each tensor that a call returns make up the whole.
-        inner: How often something within a call sees the whole batch, as batch normalisation does.
-        changes: Whether a call changes what modules hold.
-    """
-
-    rows: Sequence[int | None]
-    layouts: Sequence[Layout] = ()
-    inner: int = 0
-    changes: bool = False
-
-
 @dataclass(eq=False)
 class Form:
-    """What is known of calls of one module with arguments of one form.
+    """How calls of one module with arguments of one form are made.
 
     Attributes:
         calls: How many there were.
-        right: Which one was the last that was the same by parts; 0 if none was compared.
-        way: How they are divided; None if they are whole.
-        why_whole: Why they are whole; empty if they are not, or not yet compared.
-        divided: How many calls were divided.
-        draws: Whether a divided call has drawn random numbers.
-        seconds: What the latest call that was compared took whole, and by parts.
+        right: Which one was the last that was compared, and the same by parts.
+        why_whole: Why all are whole; empty if they are not, or if none could be compared yet.
+        rows: In which dimension each tensor that is given has the rows, or None; empty if no call is divided yet.
+        layouts: How the parts of each tensor that a call returns make up the whole.
+        inner: How often something within a call sees the whole batch, as batch normalisation does.
+        changes: Whether a call changes what modules hold.
+        gain: How many times as fast the latest call that was compared was by parts; 0 if that is not known.
     """
 
     calls: int = 0
     right: int = 0
-    way: Way | None = None
     why_whole: str = ""
-    divided: int = 0
-    draws: bool = False
-    seconds: tuple[float, float] = (0.0, 0.0)
+    rows: Sequence[int | None] = ()
+    layouts: Sequence[Layout] = ()
+    inner: int = 0
+    changes: bool = False
+    gain: float = 0.0
 
 
 @dataclass(eq=False)
@@ -84,9 +69,10 @@ class Called:
     """A module that the script has called.
 
     Attributes:
-        name: Its class.
-        place: Where it was called first.
+        name: Where it was called first, and its class.
         calls: How many calls there were.
+        divided: How many of these were divided.
+        draws: Whether a divided call has drawn random numbers.
         forms: The forms of its calls.
         moving: The names of plain attributes that calls change.
         latest: The part of the latest call, and what stood for parameters in it; no part if it was whole.
@@ -94,30 +80,24 @@ class Called:
     """
 
     name: str
-    place: str
     calls: int = 0
+    divided: int = 0
+    draws: bool = False
     forms: dict[Any, Form] = field(default_factory=dict)
     moving: set[str] = field(default_factory=set)
     latest: tuple[Part | None, dict[nn.Parameter, torch.Tensor]] = (None, {})
     reasons: dict[str, None] = field(default_factory=dict)
 
-    @property
-    def divided(self) -> int:
-        """How many calls were divided."""
-        return sum(form.divided for form in self.forms.values())
-
     def line(self, ranks: int) -> str:
         """What the summary says."""
-        divided, forms, [*reasons] = self.divided, self.forms.values(), self.reasons
-        how = f"{divided} divided over {counted(ranks, 'rank')}" if divided else "whole on every rank"
-        whole, parts = next((form.seconds for form in forms if form.seconds[1]), (0.0, 0.0))
-        how += f", {whole / parts:.1f} times as fast" if parts < whole else ", no gain" if parts else ""
-        how += f", {_DRAWN}" if any(form.draws for form in forms) else ""
-        if not (reasons or divided):
-            reasons = ["too few calls, or too few rows"]
+        how = f"{self.divided} divided over {counted(ranks, 'rank')}" if self.divided else "whole on every rank"
+        gain = next((form.gain for form in self.forms.values() if form.gain), 1.0)
+        how += f", {gain:.1f} times as fast" if gain > 1 else ", no gain" if gain < 1 else ""
+        how += f", {_DRAWN}" if self.draws else ""
+        reasons = [*self.reasons] or ([] if self.divided else ["too few calls, or too few rows"])
         others = f"; {counted(len(reasons) - 1, 'other reason')}" if reasons[1:] else ""
         why = f" ({reasons[0]}{others})" if reasons else ""
-        return f"{self.place} {self.name}: {counted(self.calls, 'call')}, {how}{why}"
+        return f"{self.name}: {counted(self.calls, 'call')}, {how}{why}"
 
 
 @dataclass
@@ -157,22 +137,25 @@ class Calls:
 
     Args:
         lockstep: The ranks.
-        begin: Called before the first call, to join them.
         tell: Tells the user something, once.
+
+    Attributes:
+        records: The modules that were called.
+        gradients_are_own: Whether a call with gradients was whole since the last step.
     """
 
-    def __init__(self, lockstep: Lockstep, begin: Callable[[], None], tell: Callable[[str], object]) -> None:
+    def __init__(self, lockstep: Lockstep, tell: Callable[[str], object]) -> None:
         self.lockstep: Lockstep = lockstep
         self.records: list[Called] = []
-        self.gradients_are_own: bool = False  # a call with gradients was whole since the last step
-        self._begin, self._tell = begin, tell
+        self.gradients_are_own: bool = False
+        self._tell = tell
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._part: Part | None = None
         self._depth = 0
         self._is_in_backward = backward_in_progress()
         self._known: MutableMapping[nn.Module, Called] = WeakKeyDictionary()
         self._roots: MutableMapping[nn.Module, Called] = WeakKeyDictionary()  # in whose calls modules were called last
-        self._root = Called("", "")
+        self._root = Called("")
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -213,17 +196,14 @@ class Calls:
         while isinstance(module, nn.DataParallel):
             module = module.module
         modules, slots = slots_of(module)
-        if not slots:
-            return original_call(module, *args, **options)
-        self._begin()
-        if self.lockstep.ranks == 1:
+        if not slots or self.lockstep.ranks == 1:
             return original_call(module, *args, **options)
         is_in_backward = self._is_in_backward()
         called = self._known.get(module)
         if is_in_backward and (root := self._roots.get(module, called)) is not None and root is not called:
             return self._again(root, module, args, options)
         if called is None:
-            called = self._known[module] = Called(type(module).__name__, script_line(sys._getframe()))
+            called = self._known[module] = Called(f"{script_line(sys._getframe())} {type(module).__name__}")
             self.records.append(called)
         self._roots[module] = self._root = called
         called.calls += 1
@@ -231,7 +211,7 @@ class Calls:
         given = Given(module, args, options, modules, slots, tensors_in((args, options)))
         why = _why_whole(given)
         form = None if why or any(nn.parameter.is_lazy(each) for _, _, each in slots) else self._form_of(called, given)
-        if form is None or (is_in_backward and form.way is None) or form.why_whole:
+        if form is None or (is_in_backward and not form.rows) or form.why_whole:
             return self._whole(called, given, why)
         form.calls += not is_in_backward
         if form.calls == 1:
@@ -243,7 +223,7 @@ class Calls:
         is_compared = form.calls % 64 == 0 or (form.calls < 64 and form.calls & (form.calls - 1) == 0)
         if is_compared and not is_in_backward:
             self._compare(called, form, given)
-        return self._whole(called, given) if form.way is None else self._divided(called, form, form.way, given)
+        return self._divided(called, form, given) if form.rows else self._whole(called, given)
 
     def _form_of(self, called: Called, given: Given) -> Form | None:
         """Return what is known of a call's form; None if it is whole, because it has too few rows."""
@@ -256,10 +236,9 @@ class Calls:
             tuple(each.requires_grad for _, _, each in given.slots),
             tuple(value for name, value in _plain(given.modules) if name not in called.moving),
         )
-        form = called.forms.setdefault(key, Form())
-        if form.way is not None:
-            return form if size_of(given.tensors, form.way.rows) >= self.lockstep.ranks else None
-        return form if rows_of(given.tensors, self.lockstep.ranks) else None
+        form, ranks = called.forms.setdefault(key, Form()), self.lockstep.ranks
+        enough = size_of(given.tensors, form.rows) >= ranks if form.rows else rows_of(given.tensors, ranks)
+        return form if enough else None
 
     def _whole(self, called: Called, given: Given, why: str = "") -> Any:
         """Make a call whole."""
@@ -272,7 +251,7 @@ class Calls:
 
     def _say_why(self, called: Called, why: str) -> None:
         called.reasons[why] = None
-        self._tell(f"{called.place} {called.name}: calls are whole on every rank, because {why}.")
+        self._tell(f"{called.name}: calls are whole on every rank, because {why}.")
 
     def _again(self, called: Called, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Make a call within a backward pass, which belongs to the latest call of the module that holds this one."""
@@ -281,34 +260,34 @@ class Calls:
         with self.within(part), substituted(modules, slots, others):
             return original_call(module, *args, **options)
 
-    def _divided(self, called: Called, form: Form, way: Way, given: Given) -> Any:
+    def _divided(self, called: Called, form: Form, given: Given) -> Any:
         """Make a call by parts; whole, if that fails on any rank."""
-        part = Part(self.lockstep, f"calls {called.name}", size_of(given.tensors, way.rows))
-        state = State(given.modules) if way.changes else None
+        part = Part(self.lockstep, f"calls {type(given.module).__name__}", size_of(given.tensors, form.rows))
+        state = State(given.modules, draws=False) if form.changes else None
         has_drawn = False
         try:
             with own_numbers(self.lockstep.rank, lambda: has_drawn) as are_drawn:
-                output, others = self.by_parts(given, part, way.rows)
-                if part.inner != way.inner:
+                output, others = self.by_parts(given, part, form.rows)
+                if part.inner != form.inner:
                     _fail(part, "something that sees the whole batch is compiled, or not always computed")
-                result, has_drawn = made_whole(output, part, way.layouts, are_drawn())
+                result, has_drawn = made_whole(output, part, form.layouts, are_drawn())
         except GivenUp as given_up:
             if state is not None:
                 state.put_back()
-            form.way, form.why_whole = None, str(given_up)
+            form.rows, form.why_whole = (), str(given_up)
             return self._whole(called, given, form.why_whole)
         called.latest = (part, others) if torch.is_grad_enabled() else called.latest
-        form.divided += 1
-        if has_drawn and not form.draws:
-            form.draws = True
-            self._tell(f"{called.place} {called.name}: calls are divided, {_DRAWN}.")
+        called.divided += 1
+        if has_drawn and not called.draws:
+            called.draws = True
+            self._tell(f"{called.name}: calls are divided, {_DRAWN}.")
         return result
 
     def by_parts(
         self,
         given: Given,
         part: Part,
-        dims: Sequence[int | None],
+        rows: Sequence[int | None],
         parameters: dict[nn.Parameter, torch.Tensor] | None = None,
     ) -> tuple[Any, dict[nn.Parameter, torch.Tensor]]:
         """Call a module with this rank's rows.
@@ -316,7 +295,7 @@ class Calls:
         Args:
             given: What it is given.
             part: Which rows these are.
-            dims: In which dimension each tensor has the rows.
+            rows: In which dimension each tensor has the rows.
             parameters: What stands for parameters.
 
         Returns:
@@ -325,22 +304,12 @@ class Calls:
         Raises:
             GivenUp: It raised an error on some rank.
         """
-        tensors, is_derived = [*given.tensors], torch.is_grad_enabled()
-        divided = [at for at, dim in enumerate(dims) if dim is not None and is_derived and tensors[at].requires_grad]
-        common = [at for at, dim in enumerate(dims) if dim is None and is_derived and tensors[at].requires_grad]
-        layouts = [Layout("rows", dim or 0) for dim in dims]
-        trained = [(each, each if parameters is None else parameters[each]) for each in given.parameters if is_derived]
-        scattered = scatter(part, [layouts[at] for at in divided], *(tensors[at] for at in divided)) if divided else ()
-        wholes = [*(whole for _, whole in trained), *(tensors[at] for at in common)]
-        as_parts = shared(part, *wholes) if wholes else ()
-        others = {each: other for (each, _), other in zip(trained, as_parts, strict=False)}
-        for at, dim in enumerate(dims):
-            if dim is not None and at not in divided:
-                tensors[at] = part.cut(tensors[at], layouts[at]).contiguous()
-        for at, tensor in zip((*divided, *common), (*scattered, *as_parts[len(trained) :]), strict=True):
-            tensors[at] = tensor
-        args, options = given.with_tensors(tensors)
-        others |= {} if parameters is None else {each: parameters[each] for each in parameters if each not in others}
+        others = {**(parameters or {})}
+        trained = given.parameters if torch.is_grad_enabled() else []
+        layouts = [SUM] * len(trained) + [SUM if dim is None else Layout("rows", dim) for dim in rows]
+        parts = scatter(part, layouts, [*(others.get(each, each) for each in trained), *given.tensors])
+        others |= zip(trained, parts, strict=False)
+        args, options = given.with_tensors(parts[len(trained) :])
         try:
             with self.within(part), substituted(given.modules, given.slots, others):
                 return original_call(given.module, *args, **options), others
@@ -352,22 +321,19 @@ class Calls:
     def _compare(self, called: Called, form: Form, given: Given) -> None:
         from ddp_patch.running.comparing import compared  # which imports this module
 
-        doing = f"compares a call of {called.name}"
         names = [*given.parameters, *given.tensors]
+        doing = f"compares a call of {type(given.module).__name__}"
         self.lockstep.require_alike(doing, [(f"tensor {at}", each) for at, each in enumerate(names)], _CLOSE)
-        found = compared(self, called, form, given)
-        if isinstance(found, Way):
-            form.way, form.right = found, form.calls
-        elif found is not None:
-            if form.way is not None and not found.startswith(_HARMLESS):
+        if why := compared(self, called, form, given):
+            if form.rows and not why.startswith(_HARMLESS):
                 raise RankMismatchError(
-                    f"Call {form.calls} of {called.name}, first called at {called.place}, is not by parts what it is "
-                    f"whole: {found}. Call {form.right} was the last one that was compared, and it was the same: what "
-                    "was computed since then may be wrong. Make these calls within ddp_patch.unpatched(), where they "
-                    "are whole on every rank; or run the script on one."
+                    f"Call {form.calls} of {type(given.module).__name__}, first called at {called.name}, is not by "
+                    f"parts what it is whole: {why}. Call {form.right} was the last one that was compared, and it was "
+                    "the same: what was computed since then may be wrong. Make these calls within "
+                    "ddp_patch.unpatched(), where they are whole on every rank; or run the script on one."
                 )
-            form.way, form.why_whole = None, found
-            self._say_why(called, found)
+            form.rows, form.why_whole = (), why
+            self._say_why(called, why)
 
 
 def _fail(part: Part, why: str) -> NoReturn:
@@ -383,14 +349,14 @@ def _fail(part: Part, why: str) -> NoReturn:
     raise AssertionError  # a rank has failed
 
 
-def made_whole(output: Any, part: Part, layouts: Sequence[Layout], has_drawn: bool | None = None) -> tuple[Any, bool]:
+def made_whole(output: Any, part: Part, layouts: Sequence[Layout], has_drawn: bool) -> tuple[Any, bool]:
     """Make of what its parts return what a call returns.
 
     Args:
         output: What this rank's part returns.
         part: Which rows these are.
         layouts: How the parts of each tensor make up the whole.
-        has_drawn: Whether this rank has drawn random numbers. None: this is a try, whose result nobody reads later.
+        has_drawn: Whether this rank has drawn random numbers.
 
     Returns:
         What the call returns, and whether some rank has drawn random numbers.
@@ -401,9 +367,8 @@ def made_whole(output: Any, part: Part, layouts: Sequence[Layout], has_drawn: bo
     parts = tensors_in(output, objects=True)
     if len(parts) != len(layouts):
         _fail(part, "its parts return something of another shape than before")
-    flag = torch.tensor([bool(has_drawn)], dtype=torch.uint8, device=parts[0].device if parts else None)
-    late = [] if has_drawn is None else [at for at, each in enumerate(parts) if part.is_large(each, layouts[at])]
-    *wholes, drawn = gather(part, [*layouts, Layout("sum")], *parts, flag, late=late)
+    flag = torch.tensor([int(has_drawn)], device=parts[0].device if parts else None)
+    *wholes, drawn = gather(part, [*layouts, SUM], [*parts, flag])
     found = iter(wholes)
     return mapped(output, lambda _: next(found), objects=True), bool(drawn)
 

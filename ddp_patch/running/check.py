@@ -1,8 +1,8 @@
 """Run a script's first steps on one rank and on several, and say whether they do the same: ``ddp-patch run --check``.
 
-It runs three times, with all switched off that ranks draw for themselves: on one rank; again, which shows what it
-prints and writes otherwise by itself; and on several ranks. Each rank records what it trains. No run writes into the
-user's folders.
+It runs three times, with all held still that ranks draw for themselves: on one rank; again, which shows what it prints
+and writes otherwise by itself; and on several ranks. Each run records what it trains, and writes into a folder of its
+own.
 """
 
 import json
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,72 +44,13 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _CLOSE_TEXT = 1e-3  # of a number that is printed, and rounded for that
 _CLOSE = {True: 1e-8, False: 1e-3}  # how far apart steps may be, in double precision and in single
 _LAST_LINES = 12
+_SAME = "The same but for dropout and noise."  # which are held still
 
 # What a step of an optimizer did: two numbers for each parameter and for each gradient, by its name.
 _Step: TypeAlias = dict[str, list[float]]
 
 
 # ---- what each rank records ----
-
-
-class _Recorder:
-    """Records the first steps of a script, and ends it then.
-
-    Args:
-        folder: Where it records.
-        most: How many steps.
-    """
-
-    def __init__(self, folder: Path, most: int) -> None:
-        self.steps: list[_Step] = []
-        self.is_double: bool = True  # all parameters are
-        self._folder, self._most = folder, most
-        self._names: dict[torch.Tensor, str] = {}
-        self._calls: list[Still] = []
-
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        step: _Step = {}
-        for each in (each for group in optimizer.param_groups for each in group["params"]):
-            name = self._names.setdefault(each, f"parameter {len(self._names)}")
-            self.is_double = self.is_double and each.dtype == torch.float64
-            step[name] = _told_by(each)
-            if each.grad is not None:
-                step[f"the gradient of {name}"] = _told_by(each.grad)
-        self.steps.append(step)
-        if len(self.steps) >= self._most:
-            sys.exit()
-
-    # ---- what is held still: files name it, for whoever told it to be recorded ----
-
-    def off(self, name: str) -> None:
-        with open_file(self._folder / f"off {name}", "w"):  # past what lies over the file system
-            pass
-
-    def note(self, operation: Any, _args: Any, _result: Any, is_drawn: bool, _is_elsewhere: bool) -> None:
-        if is_drawn:
-            name = operation.overloadpacket.__name__
-            self.off("dropout" if "dropout" in name or "bernoulli" in name else "noise")
-
-    def before_forward(self, module: nn.Module, _args: Any) -> None:
-        for name, each in module.named_parameters():  # the outermost module is called first
-            if isinstance(each, nn.Parameter):  # not what stands for one while calls are compared
-                self._names.setdefault(each, name)
-        self._calls.append(Still(self.note).__enter__())  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-
-    def after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self._calls.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as above
-
-    def item_of(self, dataset: Any, index: Any) -> Any:
-        """Return an item of a dataset, whose random numbers follow from its index."""
-        before, own = GlobalState.capture(), GlobalState.seeded(np.random.SeedSequence(crc32(repr(index).encode())))
-        seeded = own.copied().values()
-        own.install()
-        try:
-            return dataset[index]
-        finally:
-            if GlobalState.capture().values() != seeded:
-                self.off("random transforms")
-            before.install()
 
 
 @contextmanager
@@ -121,30 +62,68 @@ def recorded(folder: Path, rank: int, steps: int) -> Iterator[None]:
         rank: This rank.
         steps: How many steps of optimizers.
     """
-    recorder, is_double = _Recorder(folder, steps), folder.name.endswith("double")
-    begin = torch.autocast.__init__
+    begin, made = torch.autocast.__init__, list[_Step]()
+    names: dict[torch.Tensor, str] = {}
 
     def without_autocast(self: torch.autocast, *args: Any, **options: Any) -> None:
         begin(self, *args, **options)
-        if self._enabled:
-            recorder.off("autocast")
         self._enabled = False
+
+    def after_step(optimizer: Optimizer, *_: Any) -> None:
+        step: _Step = {}
+        for each in (each for group in optimizer.param_groups for each in group["params"]):
+            name = names.setdefault(each, f"parameter {len(names)}")
+            step[name] = _told_by(each)
+            if each.grad is not None:
+                step[f"the gradient of {name}"] = _told_by(each.grad)
+        made.append(step)
+        if len(made) >= steps:
+            sys.exit()
 
     with ExitStack() as stack:
         stack.enter_context(eager())
         stack.enter_context(patch.object(torch.autocast, "__init__", without_autocast))
-        stack.enter_context(items_changed(recorder.item_of, _double if is_double else lambda item: item))
+        is_double = folder.name.endswith("double")
+        stack.enter_context(items_changed(_seeded_item, _double if is_double else lambda item: item))
         if is_double:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
-        stack.callback(register_module_forward_pre_hook(recorder.before_forward).remove)
-        stack.callback(register_module_forward_hook(recorder.after_forward, always_call=True).remove)
-        stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
+        _hold_still(names, stack)
+        stack.callback(register_optimizer_step_post_hook(after_step).remove)
         try:
             yield
         finally:
-            with open_file(folder / f"rank-{rank}.json", "w") as file:
-                json.dump([recorder.is_double, recorder.steps], file)
+            is_double = all(each.dtype == torch.float64 for each in names)  # a script may ask for one itself
+            with open_file(folder / f"rank-{rank}.json", "w") as file:  # past what lies over the file system
+                json.dump([is_double, made], file)
+
+
+def _hold_still(names: dict[torch.Tensor, str], stack: ExitStack) -> None:
+    """Hold still what modules draw, and note the names of their parameters, until the stack closes."""
+    calls: list[Any] = []
+
+    def before(module: nn.Module, _args: Any) -> None:
+        for name, each in module.named_parameters():  # the outermost module is called first
+            if isinstance(each, nn.Parameter):  # not what stands for one while calls are compared
+                names.setdefault(each, name)
+        calls.append(Still(lambda *_: None))
+        calls[-1].__enter__()
+
+    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+        calls.pop().__exit__(None, None, None)
+
+    stack.callback(register_module_forward_pre_hook(before).remove)
+    stack.callback(register_module_forward_hook(after, always_call=True).remove)
+
+
+def _seeded_item(dataset: Any, index: Any) -> Any:
+    """Return an item of a dataset, whose random numbers follow from its index."""
+    before = GlobalState.capture()
+    GlobalState.seeded(np.random.SeedSequence(crc32(repr(index).encode()))).install()
+    try:
+        return dataset[index]
+    finally:
+        before.install()
 
 
 @torch.no_grad()
@@ -179,7 +158,6 @@ class _Ran:
         steps: What rank 0 recorded of each step.
         is_double: Whether it trains in double precision.
         files: What it wrote, by its path.
-        off: What was switched off.
     """
 
     code: int
@@ -188,7 +166,6 @@ class _Ran:
     steps: list[_Step]
     is_double: bool
     files: dict[str, str]
-    off: list[str]
 
 
 def check(ranks: int, target: str, arguments: Sequence[str]) -> int:
@@ -233,9 +210,8 @@ def _ran(folder: Path, ranks: int, arguments: Sequence[str]) -> _Ran:
     home = folder / "rank-0" / "files"
     paths = [path for path in sorted(home.rglob("*")) if path.is_file()]
     files = {str(each): _text_of(path) for path in paths if _is_result(each := path.relative_to(home))}
-    off = sorted(each.name.removeprefix("off ") for each in folder.glob("off *"))
     lines = dict(enumerate(done.stdout.splitlines()))
-    return _Ran(done.returncode, lines, done.stderr.splitlines()[-_LAST_LINES:], steps, is_double, files, off)
+    return _Ran(done.returncode, lines, done.stderr.splitlines()[-_LAST_LINES:], steps, is_double, files)
 
 
 def _is_result(path: Path) -> bool:
@@ -252,25 +228,25 @@ def _judged(one: _Ran, again: _Ran, many: _Ran) -> int:
     """Print what was found, and return the exit code."""
     if not one.steps:
         return _told(["No optimizer of torch.optim made a step on several ranks as one, so nothing was compared."], 1)
-    close, precision = _CLOSE[one.is_double], "double" if one.is_double else "single"  # a script may ask for one itself
-    differs, steps = _difference(one.steps, many.steps, close)
+    precision = "double" if one.is_double else "single"
+    differs, steps = _difference(one.steps, many.steps, _CLOSE[one.is_double])
     lines = _texts_apart(one.lines, again.lines, many.lines)
     files = _texts_apart(one.files, again.files, many.files)
     printed = f"differ, first {lines[0][1]!r} and {lines[0][2]!r}" if lines else f"the same, {len(one.lines)}"
     written = f"differ, first /{files[0][0]}" if files else f"the same, {len(one.files)}"
+    verdict = _SAME
+    if differs or lines or files:
+        verdict = (
+            "Not the same. Does a number follow from what differs between the ranks: a clock, the process's number, a "
+            "generator that nobody has seeded?"
+        )
     rows = [
-        f"{'without ' + ', '.join(many.off) if many.off else 'steps'}: {steps}, in {precision} precision",
+        f"steps: {steps}, in {precision} precision",
         f"printed lines: {printed}{'' if lines else ' in these steps'}",
         f"files: {written}{'' if files else ' in these steps'}",
+        verdict,
     ]
-    if differs or lines or files:
-        why = (
-            "Does a number follow from what differs between the ranks: a clock, the process's number, a generator that "
-            "nobody has seeded?"
-        )
-        return _told([*rows, f"Not the same. {why}"], 1)
-    within = "" if one.is_double else f", within {close:g} in single precision"
-    return _told([*rows, f"The same{' but for ' if many.off else ''}{', '.join(many.off)}{within}."], 0)
+    return _told(rows, int(verdict != _SAME))
 
 
 def _difference(one: Sequence[_Step], many: Sequence[_Step], close: float) -> tuple[bool, str]:
@@ -296,15 +272,11 @@ def _apart(x: float, y: float) -> float:
 
 def _texts_apart(one: Any, again: Any, many: Any) -> list[tuple[Any, str | None, str | None]]:
     """Return what differs of the texts of one rank and of several, but for what differs by itself, such as times."""
-    varying = {_but_for_numbers(each) for each in {*one, *again} if not _alike(one.get(each), again.get(each))}
-    compared = sorted(each for each in {*one, *many} if _but_for_numbers(each) not in varying)
-    pairs = [(each, one.get(each), many.get(each)) for each in compared]
+    # A file's path may hold a time; a line is called by its number.
+    of: Callable[[Any], Any] = lambda name: _NUMBER.sub("#", name) if isinstance(name, str) else name  # noqa: E731
+    varying = {of(each) for each in {*one, *again} if not _alike(one.get(each), again.get(each))}
+    pairs = [(each, one.get(each), many.get(each)) for each in sorted({*one, *many}) if of(each) not in varying]
     return [(each, mine, other) for each, mine, other in pairs if not _alike(mine, other)]
-
-
-def _but_for_numbers(name: str | int) -> str | int:
-    """Return a file's path without numbers, which may be times; a line's number as it is."""
-    return _NUMBER.sub("#", name) if isinstance(name, str) else name
 
 
 def _alike(a: str | None, b: str | None) -> bool:

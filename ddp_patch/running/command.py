@@ -14,29 +14,13 @@ from unittest.mock import patch
 
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import Options
+from ddp_patch.running import launch
 from ddp_patch.running.alike import alike
+from ddp_patch.running.autopatching import EachRank, Summary, logger
 from ddp_patch.running.check import RECORDING, check, recorded
-from ddp_patch.running.context import running
-from ddp_patch.running.launch import (
-    ONE_NODE,
-    alone,
-    drawn_seed,
-    end_with_launcher,
-    hashes_alike,
-    hide,
-    is_rank,
-    is_started,
-    made_equal,
-    rank_zero_speaks,
-    shadows,
-    started,
-    store_of_ranks,
-    told,
-)
-from ddp_patch.running.loader_reports import EachRank, Patterns, logger
-from ddp_patch.running.lockstep import seed_all
 from ddp_patch.running.one_process import OneProcess
 from ddp_patch.running.overlay import shadowed
+from ddp_patch.running.random_numbers import seed_all
 
 DESCRIPTION = "Run a script on several ranks, unedited: as one process trains, or each loader patched at its first use."
 _EPILOG = "ddp-patch run -n 8 train.py --epochs 3 starts 8 ranks on this machine."
@@ -50,12 +34,12 @@ def run(arguments: Sequence[str]) -> None:
     """
     parser = _parser()
     given = parser.parse_args(arguments)
-    starts = not is_started() and (given.nproc_per_node is not None or given.check or _wants_ranks(given))
-    is_one = (given.mode or ("one" if starts or is_started() else "ranks")) == "one"
+    starts = not launch.is_started() and (given.nproc_per_node is not None or given.check or not _is_here(given))
+    is_one = (given.mode or ("one" if starts or launch.is_started() else "ranks")) == "one"
     wrong = [*_mistakes(given, starts=starts, is_one=is_one)]
     try:
         options = Options(seed=given.seed)
-        only, excepted = Patterns("--only", given.only), Patterns("--except", given.excepted)
+        session: Summary = EachRank({}, options, {"--only": given.only}, {"--except": given.excepted})
     except InvalidOptionError as error:
         wrong.append(str(error))
     if wrong:
@@ -66,31 +50,27 @@ def run(arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
         if starts:
             stack.enter_context(_started(given, arguments, recording, is_one=is_one))
-        rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
-        told_last: list[str] = []
+        rank, told_last = launch.rank(), list[str]()
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
-        session: EachRank | OneProcess = EachRank({}, options, only, excepted)
         if is_one:
-            show = stack.enter_context(rank_zero_speaks(rank))
-            session = OneProcess(options, on_error=show)
+            session = OneProcess(options, on_error=stack.enter_context(launch.rank_zero_speaks(rank)))
             _begin(given, recording, stack)
         _tell_on_stderr(stack)
-        if rank == 0 and is_one and ranks > 1 and recording is None:
-            logger.info("Nobody has compared this script's %s ranks with one: add --check to do that.", ranks)
-        summary = stack.enter_context(running(session))
+        if rank == 0 and is_one and launch.ranks() > 1 and recording is None:
+            logger.info("Nobody has compared this script's %s ranks with one: add --check to do that.", launch.ranks())
+        stack.enter_context(session.running())
         try:
             names = _run_target(given.training_script, given.training_script_args, given.module)
         finally:
             if rank == 0:  # now, while the script's loaders, which count their passes, still exist
-                told_last.append(f"ddp_patch:\n{summary}\n")
+                told_last.append(f"ddp_patch:\n{session}\n")
         del names
 
 
 def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Iterator[str]:
     """Yield what is wrong with options together, before anything starts."""
-    launched, tasks = told("WORLD_SIZE", "1"), "1"
-    if not is_rank():
-        launched, tasks = "1", os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    launched = launch.ranks() if launch.is_rank() else 1
+    tasks = "1" if launch.is_rank() else os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if not given.module and not Path(given.training_script).exists():
         yield f"there is no {given.training_script}. Pass a script's path, or -m and a module's name."
     if tasks != "1":
@@ -98,18 +78,18 @@ def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Itera
             f"srun has started {tasks} tasks, which do not know of each other: let it start torchrun on each node, as "
             "docs/gpu.md shows, with -m ddp_patch run in the script's place."
         )
-    if starts and launched != "1":
+    if starts and launched > 1:
         yield (
-            f"-n {given.nproc_per_node}: a launcher has started this process as rank {told('RANK')} of {launched}. "
+            f"-n {given.nproc_per_node}: a launcher has started this process as rank {launch.rank()} of {launched}. "
             "Leave -n out, to be that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone."
         )
-    elif not (is_started() or given.mode) and launched != "1":
+    elif not (launch.is_started() or given.mode) and launched > 1:
         yield (
             f"a launcher has started {launched} ranks. Pass --mode one for a script that trains in one process, or "
             "--mode ranks for one that makes a process group: then each rank trains on its shard of each loader."
         )
     is_several = (given.nproc_per_node or "").isdecimal() and int(given.nproc_per_node) > 1
-    if given.check and not (is_several and is_one and given.nnodes in ONE_NODE):
+    if given.check and not (is_several and is_one and _is_here(given)):
         yield "--check: pass the number of ranks to compare with one, as -n 4; for --mode one alone, on this machine."
     if is_one and (given.only or given.excepted):
         yield "--only and --except choose loaders to be sharded, and as one process none is. Pass --mode ranks, too."
@@ -119,35 +99,30 @@ def _started(
     given: argparse.Namespace, arguments: Sequence[str], recording: Path | None, *, is_one: bool
 ) -> AbstractContextManager[None]:
     """Start ranks, and exit with their code; a single one may be this process, where Python hashes as in the others."""
-    if is_one and given.nproc_per_node == "1" and hashes_alike() and not _wants_ranks(given):
-        return alone(recording)
-    with made_equal(recording):
-        sys.exit(started(given, arguments))
+    if is_one and given.nproc_per_node == "1" and launch.hashes_alike() and _is_here(given):
+        return launch.alone(recording)
+    with launch.made_equal(recording):
+        sys.exit(launch.started(given, arguments))
 
 
-def _wants_ranks(given: argparse.Namespace) -> bool:
-    """Return whether an option of torchrun's was passed that is about ranks to be started, beside their number."""
-    from torch.distributed.run import get_args_parser
-
-    usual = vars(get_args_parser().parse_args([given.training_script]))
-    ours = {"nproc_per_node", "module", "training_script_args"}
-    return any(getattr(given, name) != usual[name] for name in usual.keys() - ours)
+def _is_here(given: argparse.Namespace) -> bool:
+    """Return whether all ranks are on this machine."""
+    return given.nnodes in launch.ONE_NODE
 
 
 def _begin(given: argparse.Namespace, recording: Path | None, stack: ExitStack) -> None:
     """Let ranks that train as one process start alike, and the others write elsewhere, until the stack closes."""
-    rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
-    hide()
-    if is_started():
-        end_with_launcher()
-        if ranks > 1 or recording is not None:
+    rank, ranks, is_kept = launch.rank(), launch.ranks(), recording is not None
+    launch.hide()
+    if launch.is_started():
+        launch.end_with_launcher()
+        if ranks > 1 or is_kept:
             world = ExitStack()
-            is_kept = recording is not None
-            world.enter_context(shadowed(rank, shadows(), keep=is_kept, writes=not is_kept))
+            world.enter_context(shadowed(rank, launch.shadows(), keep=is_kept, writes=not is_kept))
             atexit.register(world.close)  # after what the script has registered, which writes, too
         if ranks > 1:
-            stack.enter_context(alike(store_of_ranks(), rank, Options().timeout))
-    seed_all(drawn_seed() if given.seed is None else given.seed)
+            stack.enter_context(alike(launch.store_of_ranks(), rank, Options().timeout))
+    seed_all(launch.drawn_seed() if given.seed is None else given.seed)
     if recording is not None:
         stack.enter_context(recorded(recording, rank, given.steps))
 

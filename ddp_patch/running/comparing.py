@@ -10,21 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ddp_patch.orders.random_states import GlobalState, generator_states, set_generator_states
-from ddp_patch.running.calls import Called, Calls, Form, Given, Way, made_whole, original_call, rows_of, size_of
+from ddp_patch.running.calls import Called, Calls, Form, Given, made_whole, original_call, rows_of, size_of
 from ddp_patch.running.divided import Layout, Part, layouts_of, substituted
-from ddp_patch.running.lockstep import GivenUp, apart, norm_of
+from ddp_patch.running.lockstep import GivenUp, Lockstep
 from ddp_patch.running.random_numbers import Still, eager
-from ddp_patch.running.trees import PLAIN, State, fixed_weights, leaves_of, tensors_in
+from ddp_patch.running.trees import PLAIN, State, apart, fixed_weights, leaves_of, norm_of, tensors_in
 
 aten: Any = torch.ops.aten
+_Parameters: TypeAlias = dict[nn.Parameter, torch.Tensor]  # and what stands for them
 # How far apart a call may be by parts, as a part of the norm; gradients ten times as far.
 _CLOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 _CLOSE_HALF = 2e-2
@@ -40,206 +40,185 @@ class _Try:
 
     Attributes:
         output: What it returned.
+        layouts: How the parts of each tensor that it returned make up the whole.
+        scales: The largest norm of the parts of each: they may add up to nearly 0.
         gradients: Of parameters and arguments, by name.
         left: What modules and generators have afterwards, by name.
         kept: Tensors that are held elsewhere afterwards.
         counts: Whether it took a mean by a number that it has computed.
-        seconds: How long it took.
         why: Why this call cannot be divided.
     """
 
     output: list[Any] = field(default_factory=list)
+    layouts: Sequence[Layout] = ()
+    scales: Sequence[float] = ()
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
     kept: list[torch.Tensor] = field(default_factory=list)
     counts: bool = False
-    seconds: float = 0.0
     why: str = ""
 
 
-def compared(calls: Calls, called: Called, form: Form, given: Given) -> Way | str | None:
-    """Compare a call.
+def compared(calls: Calls, called: Called, form: Form, given: Given) -> str:
+    """Compare a call, and note in its form how calls are divided.
 
     Returns:
-        How it is divided; why it is not the same by parts; None if this call does not show it.
+        Why it is not the same by parts; empty if it is, or if this call does not show that.
     """
-    reasons, before = list[str](), called.latest
-    tries = _Tries(calls, called, given, State(given.modules), GlobalState.capture().copied())
+    reasons, before, state, lockstep = list[str](), called.latest, State(given.modules, draws=True), calls.lockstep
+    made = partial(_made, calls, called, given, state)
     is_collecting = gc.isenabled()
     gc.disable()  # so that what is held in cycles of references counts as what is held, whenever they are collected
-    of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     try:
-        held = generator_states(given.modules)
-        whole = tries.made(tries.whole)
-        if generator_states(given.modules) != held:
-            set_generator_states(given.modules, held)
-            whole.why = whole.why or "it draws from a generator that it holds"
-        if why := tries.agreed(whole.why):
+        begin = time.perf_counter()
+        whole = made(_whole)
+        if why := _agreed(lockstep, whole.why):
             return why
-        known = form.way
-        for rows in rows_of(given.tensors, calls.lockstep.ranks) if known is None else [known.rows]:
-            part = Part(calls.lockstep, f"calls {called.name}", size_of(given.tensors, rows))
-            parts = tries.made(partial(tries.by_parts, part, known or Way(rows), whole))
-            counts = whole.counts and any(each.kind == "mean" for each in tries.way.layouts)
-            why = "it returns a mean by a number that it has computed" if counts else ""
-            why = parts.why or why or _difference(whole, parts, tries.scales)
-            if not (why or known or _are_alike(whole.kept, parts.kept)):
+        for rows in [form.rows] if form.rows else rows_of(given.tensors, lockstep.ranks):
+            part = Part(lockstep, f"calls {type(given.module).__name__}", size_of(given.tensors, rows))
+            middle = time.perf_counter()
+            parts = made(partial(_by_parts, part, rows, whole, form.layouts))
+            why = parts.why or _difference(whole, parts)
+            if not (why or form.rows or _are_alike(whole.kept, parts.kept)):
                 why = "it leaves a tensor elsewhere than in what it returns"
-            reasons.append(tries.agreed(why))
+            reasons.append(_agreed(lockstep, why))
             if not reasons[-1]:
-                tries.state.put_back()
-                form.seconds = (0.0, 0.0) if known is None else (whole.seconds, parts.seconds)
-                return replace(tries.way, changes=not _are_alike(tries.state.now(), whole.left))
-        return None if _UNDECIDED in reasons else reasons[0]
+                form.gain = (middle - begin) / (time.perf_counter() - middle) if form.rows else 0.0
+                form.right, form.rows, form.layouts, form.inner = form.calls, rows, parts.layouts, part.inner
+                state.put_back()
+                form.changes = not _are_alike(state.now(), whole.left)
+                return ""
+        return "" if _UNDECIDED in reasons else reasons[0]
     finally:
-        tries.state.put_back()
-        tries.numbers.install()
+        state.put_back()
         called.latest = before
         torch.clear_autocast_cache()
         if is_collecting:
             gc.enable()
-        if of_cuda:
-            torch.cuda.set_rng_state_all(of_cuda)
 
 
-@dataclass
-class _Tries:
-    """Makes tries of one call.
+def _agreed(lockstep: Lockstep, why: str) -> str:
+    """Return the reason of the first rank that has one."""
+    return next(filter(None, lockstep.gathered(why)), "")
 
-    Attributes:
-        way: How the latest one by parts was divided.
-        scales: The largest norm of a rank's part of each tensor that it returned: they may add up to nearly 0.
-    """
 
-    calls: Calls
-    called: Called
-    given: Given
-    state: State
-    numbers: GlobalState
-    way: Way = field(default_factory=lambda: Way(()))
-    scales: Sequence[float] = ()
+def _whole(calls: Calls, called: Called, made: _Try, given: Given, parameters: _Parameters) -> Any:
+    """Make the call whole."""
+    called.latest = None, parameters
+    with calls.within(None), substituted(given.modules, given.slots, parameters):
+        return original_call(given.module, *given.args, **given.options)
 
-    def agreed(self, why: str) -> str:
-        """Return the reason of the first rank that has one."""
-        return next(filter(None, self.calls.lockstep.gathered(why)), "")
 
-    def whole(self, given: Given, parameters: dict[nn.Parameter, torch.Tensor]) -> Any:
-        """Make the call whole."""
-        self.called.latest = None, parameters
-        with self.calls.within(None), substituted(given.modules, given.slots, parameters):
-            return original_call(given.module, *given.args, **given.options)
-
-    def by_parts(
-        self, part: Part, way: Way, whole: _Try, given: Given, parameters: dict[nn.Parameter, torch.Tensor]
-    ) -> Any:
-        """Make the call by parts; where nobody knows how these make up the whole, find that."""
-        output, others = self.calls.by_parts(given, part, way.rows, parameters)
-        self.called.latest = part, others
-        part.lockstep.meet(part.doing)  # where another rank may say that it has failed
-        parts = tensors_in(output, objects=True)
-        norms = part.lockstep.gathered([*map(norm_of, parts)])
-        self.scales = [max(of_ranks) for of_ranks in zip(*norms, strict=False)]
-        wholes = [each for each in whole.output if isinstance(each, torch.Tensor)]
-        layouts = way.layouts or _laid_out(part, parts, wholes, self.scales)
-        self.way = Way(way.rows, layouts, part.inner)
-        return made_whole(output, part, layouts)[0]
-
-    def made(self, call: Callable[[Given, dict[nn.Parameter, torch.Tensor]], Any]) -> _Try:
-        """Make a try of copies of what the call is given, and note all that it does."""
-        self.state.put_back()
-        self.numbers.install()
-        torch.default_generator.manual_seed(0)
-        names = {each: name for name, each in self.given.module.named_parameters()}
-        parameters, tensors = {each: _copied(each) for each in names}, [*map(_copied, self.given.tensors)]
-        args, options = self.given.with_tensors(tensors)
-        given = replace(self.given, args=args, options=options, tensors=tensors)
-        made, printed, began, refs = _Try(), io.StringIO(), time.perf_counter(), list[ref[torch.Tensor]]()
-
-        def note(func: Any, args: Any, result: Any, is_drawn: bool, draws_elsewhere: bool) -> None:
-            if self.calls.lockstep.is_exchanging:
-                return  # of which the group's threads may hold tensors for a moment
-            made.counts = made.counts or (not is_drawn and _counts(func, args))
-            made.why = "it draws from a generator of the script's own" if draws_elsewhere else made.why
-            found = result if isinstance(result, list | tuple) else [result]
-            new = (each for each in found if isinstance(each, torch.Tensor) and not any(each is arg for arg in args))
-            refs.extend(map(ref, new))
-
-        # The hooks around the call see no tries, and compiled code would draw numbers that nobody holds still.
-        with redirect_stdout(printed), Still(note), saved_tensors_hooks(_as_it_is, _as_it_is), eager():
-            try:
-                output = call(given, parameters)
-                own = [*parameters.values(), *tensors]
-                made.why = made.why or _derived(output, own, is_whole=self.called.latest[0] is None)
-            except GivenUp as given_up:
-                made.why = str(given_up)
-            except Exception as error:  # noqa: BLE001 - the call itself will raise it
-                made.why = f"it raises {type(error).__name__}"
-        if made.why:
-            return made
-        made.seconds = time.perf_counter() - began
-        made.output = [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in leaves_of(output)]
-        made.gradients = {f"the gradient of {names[each]}": other.grad for each, other in parameters.items()}
-        made.gradients |= {f"the gradient of argument {at}": each.grad for at, each in enumerate(tensors)}
-        made.left = {**self.state.now(), "the state of random numbers": GlobalState.capture().values()[1:]}
-        pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [(names[a], a, b) for a, b in parameters.items()]
-        pairs += [(f"argument {at}", a, b) for at, (a, b) in enumerate(zip(self.given.tensors, tensors, strict=True))]
-        if changed := [name for name, a, b in pairs if apart(a, b)]:
-            made.why = f"it changes {changed[0]}"
-        elif printed.getvalue():
-            made.why = "it prints"
-        self.called.latest = None, {}
-        torch.clear_autocast_cache()
-        del output, args, options, given
-        grads = [each.grad for each in own]
-        known = {*map(id, (*self.state.tensors, *own, *grads))}
-        alive = {id(each): each for each in (one() for one in refs) if each is not None and id(each) not in known}
-        if any(each.requires_grad for each in alive.values()):
-            made.why = "it leaves a tensor that requires a gradient elsewhere than in what it returns"
-        made.kept = [each.detach().clone() for each in alive.values()]
-        return made
+def _by_parts(
+    part: Part,
+    rows: Sequence[int | None],
+    whole: _Try,
+    layouts: Sequence[Layout],
+    calls: Calls,
+    called: Called,
+    made: _Try,
+    given: Given,
+    parameters: _Parameters,
+) -> Any:
+    """Make the call by parts; where nobody knows how these make up the whole, find that."""
+    output, others = calls.by_parts(given, part, rows, parameters)
+    called.latest = part, others
+    part.lockstep.meet(part.doing)  # where another rank may say that it has failed
+    parts = tensors_in(output, objects=True)
+    wholes = [each for each in whole.output if isinstance(each, torch.Tensor)]
+    shapes = part.lockstep.gathered([[*each.shape] for each in parts])
+    if any(len(each) != len(wholes) for each in shapes):
+        raise GivenUp("it returns another number of tensors")
+    of_ranks = part.of_ranks(parts, [*zip(*shapes, strict=True)]) or []
+    made.scales = [max(map(norm_of, each)) for each in of_ranks]
+    made.layouts = layouts or _laid_out(part, wholes, of_ranks, made.scales)
+    if whole.counts and any(each.kind == "mean" for each in made.layouts):
+        raise GivenUp("it returns a mean by a number that it has computed")
+    return made_whole(output, part, made.layouts, False)[0]
 
 
 def _laid_out(
-    part: Part, parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], scales: Sequence[float]
+    part: Part, wholes: Sequence[torch.Tensor], of_ranks: Sequence[Sequence[torch.Tensor]], scales: Sequence[float]
 ) -> list[Layout]:
-    """Find how the parts make up the wholes. All ranks find the same.
+    """Find how parts make up wholes, as rank 0 finds it.
 
     Raises:
         GivenUp: They do not.
     """
-    of_ranks = part.lockstep.gathered([[*each.shape] for each in parts])
-    if any(len(shapes) != len(wholes) for shapes in of_ranks):
-        raise GivenUp("it returns another number of tensors")
-    found = list[Layout]()
-    for at, (a, b) in enumerate(zip(wholes, parts, strict=True)):
-        ways = [
-            layouts_of(a.shape, shapes[at], part.n, size) for shapes, size in zip(of_ranks, part.sizes, strict=True)
-        ]
-        tried = list[tuple[float, Layout]]()
-        for layout in ways[part.lockstep.rank]:
-            tried.append((_far(part, layout, a, b.detach(), scales[at]), layout))
-            if tried[-1][0] <= _close(a):
-                break
-        far, layout = min(tried, key=lambda each: each[0], default=(float("inf"), Layout("alike")))
-        if far > _close(a):
-            raise GivenUp(_differs(far, at, a))
-        if layout.kind == "alike" and a.numel() == 1 and not a.any():
-            raise GivenUp(_UNDECIDED)
-        found.append(layout)
-    return found
+    found, why = list[Layout](), ""
+    for at, (whole, parts, scale) in enumerate(zip(wholes, of_ranks, scales, strict=True)):
+        far = {
+            layout: apart(whole, layout.joined(parts, part.sizes), scale)
+            for layout in layouts_of(whole.shape, [each.shape for each in parts], part.sizes)
+        }
+        close = [layout for layout in far if far[layout] <= _close(whole)]
+        found += close[:1]
+        if not close:
+            why = why or _differs(min(far.values(), default=float("inf")), at, whole)
+        elif close[0].kind == "alike" and whole.numel() == 1 and not whole.any():
+            why = why or _UNDECIDED
+    why, chosen = part.lockstep.gathered([why, [[each.kind, each.dim] for each in found]])[0]
+    if why:
+        raise GivenUp(why)
+    return [Layout(*each) for each in chosen]
 
 
-def _far(part: Part, layout: Layout, whole: torch.Tensor, own: torch.Tensor, scale: float) -> float:
-    """Return how far from a whole tensor is what the parts make up."""
-    if layout.kind == "rows":
-        far = apart(part.cut(whole, layout), own)
-    elif layout.kind == "alike":
-        far = apart(whole, own)
-    else:
-        weight = part.sizes[part.lockstep.rank] / part.n if layout.kind == "mean" else 1.0
-        (total,) = part.lockstep.sum(part.doing, [own.to(torch.float64) * weight]) or [own]
-        far = apart(whole.to(torch.float64), total, scale)
-    return float(max(part.lockstep.gathered(far)))
+def _made(
+    calls: Calls,
+    called: Called,
+    of_script: Given,
+    state: State,
+    call: Callable[[Calls, Called, _Try, Given, _Parameters], Any],
+) -> _Try:
+    """Make a try of copies of what the call is given, and note all that it does."""
+    state.put_back()
+    torch.default_generator.manual_seed(0)
+    names = {each: name for name, each in of_script.module.named_parameters()}
+    parameters, tensors = {each: _copied(each) for each in names}, [*map(_copied, of_script.tensors)]
+    args, options = of_script.with_tensors(tensors)
+    given = replace(of_script, args=args, options=options, tensors=tensors)
+    made, printed, refs = _Try(), io.StringIO(), list[ref[torch.Tensor]]()
+
+    def note(func: Any, args: Any, result: Any, is_drawn: bool, draws_elsewhere: bool) -> None:
+        if calls.lockstep.is_exchanging:
+            return  # of which the group's threads may hold tensors for a moment
+        made.counts = made.counts or (not is_drawn and _counts(func, args))
+        made.why = "it draws from a generator of the script's own" if draws_elsewhere else made.why
+        found = result if isinstance(result, list | tuple) else [result]
+        new = (each for each in found if isinstance(each, torch.Tensor) and not any(each is arg for arg in args))
+        refs.extend(map(ref, new))
+
+    # The hooks around the call see no tries, and compiled code would draw numbers that nobody holds still.
+    with redirect_stdout(printed), Still(note), saved_tensors_hooks(_as_it_is, _as_it_is), eager():
+        try:
+            output = call(calls, called, made, given, parameters)
+            own = [*parameters.values(), *tensors]
+            made.why = made.why or _derived(output, own, is_whole=called.latest[0] is None)
+        except GivenUp as given_up:
+            made.why = str(given_up)
+        except Exception as error:  # noqa: BLE001 - the call itself will raise it
+            made.why = f"it raises {type(error).__name__}"
+    if made.why:
+        return made
+    made.output = [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in leaves_of(output)]
+    made.gradients = {f"the gradient of {names[each]}": other.grad for each, other in parameters.items()}
+    made.gradients |= {f"the gradient of argument {at}": each.grad for at, each in enumerate(tensors)}
+    made.left = state.now()
+    pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [(names[a], a, b) for a, b in parameters.items()]
+    pairs += [(f"argument {at}", a, b) for at, (a, b) in enumerate(zip(of_script.tensors, tensors, strict=True))]
+    if changed := [name for name, a, b in pairs if apart(a, b)]:
+        made.why = f"it changes {changed[0]}"
+    elif printed.getvalue():
+        made.why = "it prints"
+    called.latest = None, {}
+    torch.clear_autocast_cache()
+    del output, args, options, given
+    known = {*map(id, (*state.tensors, *own, *(each.grad for each in own)))}
+    alive = {id(each): each for each in (one() for one in refs) if each is not None and id(each) not in known}
+    if any(each.requires_grad for each in alive.values()):
+        made.why = "it leaves a tensor that requires a gradient elsewhere than in what it returns"
+    made.kept = [each.detach().clone() for each in alive.values()]
+    return made
 
 
 def _differs(far: float, at: int, whole: torch.Tensor) -> str:
@@ -293,15 +272,17 @@ def _rounding(grad: torch.Tensor) -> float:
     return _ROUNDINGS * torch.finfo(grad.dtype).eps if is_exact else _ROUNDING_HALF
 
 
-def _difference(whole: _Try, parts: _Try, scales: Sequence[float]) -> str:
+def _difference(whole: _Try, parts: _Try) -> str:
     """Return what of a call by parts is not what it is of a whole one."""
+    if kept := [name for name, found in whole.left.items() if not _are_alike(found, parts.left.get(name))]:
+        return f"it keeps something of its rows in {kept[0]}"
     if len(whole.output) != len(parts.output) or any(
         a != b for a, b in zip(whole.output, parts.output, strict=True) if not isinstance(a, torch.Tensor)
     ):
         return "it returns something else"
     pairs = [(a, b) for a, b in zip(whole.output, parts.output, strict=True) if isinstance(a, torch.Tensor)]
     for at, (a, b) in enumerate(pairs):
-        if (far := apart(a, b, scales[at])) > _close(a):
+        if (far := apart(a, b, parts.scales[at])) > _close(a):
             return _differs(far, at, a)
     norms = [norm_of(each) for each in whole.gradients.values() if each is not None]
     norm = sum(each**2 for each in norms) ** 0.5
@@ -312,8 +293,7 @@ def _difference(whole: _Try, parts: _Try, scales: Sequence[float]) -> str:
                 return f"{name} is {'None whole' if grad is None else 'None by parts'}"
         elif (far := apart(grad, other)) > 10 * _close(grad) and far * norm_of(grad) > _rounding(grad) * norm:
             return f"{name} differs by {far:.1e} of its norm"
-    kept = next((name for name, found in whole.left.items() if not _are_alike(found, parts.left.get(name))), "")
-    return f"it keeps something of its rows in {kept}" if kept else ""
+    return ""
 
 
 def _are_alike(some: Any, others: Any) -> bool:

@@ -2,14 +2,13 @@
 
 What all ranks have alike is *whole*, what each has for itself is *of a part*. ``scatter`` makes parts of wholes, and
 ``gather`` wholes of parts; the gradient of each is the other one, so all can be derived again. What parts make up may
-be a sum: then a part of the whole is all of it, which is ``shared``, as parameters are.
+be a sum: then a part of the whole is all of it, as parameters are.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -17,9 +16,8 @@ from torch import nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from ddp_patch.compat.private_torch import kept_weights, no_torch_function, tables_of, tensor_without_numbers
+from ddp_patch.compat.private_torch import kept_weights, tables_of
 from ddp_patch.running.lockstep import GivenUp, Lockstep
-from ddp_patch.running.trees import mapped
 
 
 @dataclass(frozen=True)
@@ -27,14 +25,60 @@ class Layout:
     """How parts make up a whole.
 
     Attributes:
-        kind: ``"rows"``, ``"mean"`` (of the parts' tensors, weighed by rows), ``"sum"`` or ``"alike"`` on all ranks.
+        kind: ``"rows"``; ``"inner rows"`` of several dimensions that were made one; ``"mean"`` of the parts' tensors,
+            weighed by rows; ``"sum"``; or ``"alike"`` on all ranks.
         dim: In which dimension the rows are.
-        is_inner: Whether they are the inner ones of several dimensions that were made one.
     """
 
     kind: str
     dim: int = 0
-    is_inner: bool = False
+
+    def cut(self, whole: torch.Tensor, begin: int, end: int, n: int) -> torch.Tensor:
+        """Return some rows of a whole tensor, which has ``n``."""
+        dim, each = self.dim, whole.shape[self.dim] // n
+        if self.kind == "rows":
+            return whole.narrow(dim, begin * each, (end - begin) * each)
+        return _unflat(whole, dim, (each, n)).narrow(dim + 1, begin, end - begin).flatten(dim, dim + 1)
+
+    def joined(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+        """Return the whole of all ranks' parts, which have so many rows."""
+        if self.kind == "rows":
+            return torch.cat([*parts], self.dim)
+        if self.kind == "inner rows":
+            blocks = [_unflat(part, self.dim, (-1, size)) for part, size in zip(parts, sizes, strict=True)]
+            return torch.cat(blocks, self.dim + 1).flatten(self.dim, self.dim + 1)
+        if self.kind == "alike":
+            return parts[0].clone()
+        weights = [size / sum(sizes) if self.kind == "mean" else 1 for size in sizes]
+        return torch.stack([each * by for each, by in zip(parts, weights, strict=True)]).sum(0)
+
+
+SUM = Layout("sum")
+_unflat: Callable[..., torch.Tensor] = torch.unflatten
+
+
+def layouts_of(whole: Sequence[int], parts: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Layout]:
+    """Return in which ways tensors of some shapes may be the parts of a whole of some shape.
+
+    Args:
+        whole: The shape of the whole.
+        parts: The shapes of the parts.
+        sizes: How many rows each part has.
+
+    Examples:
+        >>> layouts_of((8, 3), [(4, 3), (4, 3)], [4, 4])
+        [Layout(kind='rows', dim=0)]
+        >>> layouts_of((6, 3), [(4, 3), (2, 3)], [2, 1])
+        [Layout(kind='rows', dim=0), Layout(kind='inner rows', dim=0)]
+    """
+    n, found = sum(sizes), list[Layout]()
+    if all(tuple(part) == tuple(whole) for part in parts):
+        found = [Layout("alike"), Layout("mean"), SUM]
+    for dim, size in enumerate(whole):
+        shapes = [[*whole[:dim], size // n * rows, *whole[dim + 1 :]] for rows in sizes]
+        if not size % n and size and shapes == [[*part] for part in parts]:
+            found += [Layout("rows", dim), *([Layout("inner rows", dim)] if size > n else [])]
+    return found
 
 
 @dataclass
@@ -54,153 +98,81 @@ class Part:
     inner: int = 0
 
     @property
-    def bounds(self) -> list[int]:
-        """Where each rank's rows begin; and the end."""
-        ranks = self.lockstep.ranks
-        return [self.n * rank // ranks for rank in range(ranks + 1)]
-
-    @property
     def sizes(self) -> list[int]:
         """How many rows each rank has."""
-        return [end - begin for begin, end in pairwise(self.bounds)]
+        ranks = self.lockstep.ranks
+        return [self.n * (rank + 1) // ranks - self.n * rank // ranks for rank in range(ranks)]
 
-    def cut(self, whole: torch.Tensor, layout: "Layout") -> torch.Tensor:
-        """Return this rank's rows of a whole tensor."""
-        begin, end = self.bounds[self.lockstep.rank :][:2]
-        return cut(whole, layout, begin, end, self.n)
+    def of(self, whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return what this rank takes of a whole, so that all ranks' make up the whole."""
+        rank, ranks = self.lockstep.rank, self.lockstep.ranks
+        if "rows" in layout.kind:
+            own = layout.cut(whole, self.n * rank // ranks, self.n * (rank + 1) // ranks, self.n)
+            return own.clone(memory_format=torch.contiguous_format)
+        return whole if layout == SUM else whole * (self.sizes[rank] / self.n)
 
-    def sizes_of(self, own: torch.Tensor, layout: "Layout", rows: int = 1) -> list[int]:
-        """Return the shape of a tensor of which this rank has a part, for so many rows."""
-        shape = [*own.shape]
-        if layout.kind == "rows":
-            shape[layout.dim] = shape[layout.dim] // self.sizes[self.lockstep.rank] * rows
-        return shape
+    def of_ranks(self, tensors: Sequence[torch.Tensor], shapes: Any, usual: object = 0) -> list[Any] | None:
+        """Return, for each tensor, that of every rank; None if ``usual`` is not alike.
 
-    def is_large(self, own: torch.Tensor, layout: "Layout") -> bool:
-        """Return whether rows are so many bytes that they are gathered when something reads them."""
-        n = math.prod(self.sizes_of(own, layout, self.n))
-        return layout.kind == "rows" and n * own.element_size() > _LARGE
+        Args:
+            tensors: This rank's.
+            shapes: For each tensor, the shapes of all ranks'.
+            usual: See ``Lockstep.gather``.
+        """
+        flat = [_padded(each) for each in tensors] or [torch.empty(0, dtype=torch.uint8)]
+        flats = self.lockstep.gather(self.doing, torch.cat(flat), usual)
+        if flats is None:
+            return None
+        found, ends = list[Any](), [0] * len(flats)
+        for own, of_tensor in zip(tensors, shapes, strict=True):
+            found.append([])
+            for rank, shape in enumerate(of_tensor):
+                length = math.prod(shape) * own.element_size()
+                there = flats[rank][ends[rank] :][:length].to(own.device)
+                found[-1].append(there.view(own.dtype).view([*shape]))
+                ends[rank] += -(-length // _ALIGNED) * _ALIGNED
+        return found
+
+    def _shapes(self, own: torch.Tensor, layout: Layout) -> list[list[int]]:
+        """Return the shapes of all ranks' tensors."""
+        shape, each = [*own.shape], own.shape[layout.dim] // self.sizes[self.lockstep.rank] if own.dim() else 0
+        is_rows, dim = "rows" in layout.kind, layout.dim
+        return [[*shape[:dim], each * size, *shape[dim + 1 :]] if is_rows else shape for size in self.sizes]
+
+    def whole_of(
+        self, parts: Sequence[torch.Tensor | None], layouts: Sequence[Layout], like: Sequence["_Like"]
+    ) -> list[torch.Tensor | None]:
+        """Return the wholes that all ranks' parts make up: of those that some rank has, as its gradient may have none.
+
+        Args:
+            parts: This rank's.
+            layouts: How they make up the wholes.
+            like: Shape, dtype and device of each.
+
+        Raises:
+            GivenUp: Other ranks have other shapes, so that they make up none.
+        """
+        for _ in range(2):
+            there = [(each, layout) for each, layout in zip(parts, layouts, strict=True) if each is not None]
+            shapes = [self._shapes(*each) for each in there]
+            usual = tuple(each is not None for each in parts), *(tuple(map(tuple, each)) for each in shapes)
+            tensors, wholes = [each for each, _ in there], None
+            if all(layout == SUM for _, layout in there):
+                wholes = self.lockstep.sum(self.doing, tensors, usual)
+            elif (found := self.of_ranks(tensors, shapes, usual)) is not None:
+                wholes = [layout.joined(each, self.sizes) for each, (_, layout) in zip(found, there, strict=True)]
+            if wholes is not None:
+                in_turn = iter(wholes)
+                return [None if each is None else next(in_turn) for each in parts]
+            of_all = zip(*self.lockstep.gathered([each is not None for each in parts]), strict=True)
+            parts = [
+                torch.zeros(shape, dtype=dtype, device=device) if any(some) and each is None else each
+                for each, (shape, dtype, device), some in zip(parts, like, of_all, strict=True)
+            ]
+        raise GivenUp("its parts return something of another shape than before")
 
 
-_LARGE = 2**19
-_unflat: Callable[..., torch.Tensor] = torch.unflatten
 _Like: TypeAlias = tuple[Any, Any, Any]  # a tensor's shape, dtype and device
-
-
-def cut(whole: torch.Tensor, layout: Layout, begin: int, end: int, n: int) -> torch.Tensor:
-    """Return some rows of a whole tensor, which has so many."""
-    dim, each = layout.dim, whole.shape[layout.dim] // n
-    if layout.is_inner:
-        return _unflat(whole, dim, (each, n)).narrow(dim + 1, begin, end - begin).flatten(dim, dim + 1)
-    return whole.narrow(dim, begin * each, (end - begin) * each)
-
-
-def _joined(parts: Sequence[torch.Tensor], layout: Layout, sizes: Sequence[int]) -> torch.Tensor:
-    """Return the whole tensor, of parts that have so many rows."""
-    dim = layout.dim
-    if layout.is_inner:
-        blocks = [_unflat(part, dim, (-1, size)) for part, size in zip(parts, sizes, strict=True)]
-        return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
-    return torch.cat([*parts], dim)
-
-
-def layouts_of(whole: Sequence[int], part: Sequence[int], n: int, rows: int) -> list[Layout]:
-    """Return in which ways a tensor of some shape may be the part, of so many rows, of a whole of some shape.
-
-    Examples:
-        >>> layouts_of((8, 3), (4, 3), 8, 4)
-        [Layout(kind='rows', dim=0, is_inner=False)]
-        >>> layouts_of((16, 3), (8, 3), 8, 4)
-        [Layout(kind='rows', dim=0, is_inner=False), Layout(kind='rows', dim=0, is_inner=True)]
-    """
-    if tuple(whole) == tuple(part):
-        return [Layout("alike"), Layout("mean"), Layout("sum")]
-    if len(whole) != len(part):
-        return []
-    differ = [dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]]
-    dim = differ[0]
-    if len(differ) > 1 or whole[dim] % n or whole[dim] // n * rows != part[dim]:
-        return []
-    return [Layout("rows", dim), *([Layout("rows", dim, is_inner=True)] if whole[dim] > n else [])]
-
-
-# ---- between wholes and parts ----
-
-
-def _of_part(whole: torch.Tensor | None, layout: Layout, part: Part) -> torch.Tensor | None:
-    """Return what this rank takes of a whole tensor, so that all ranks' make up the whole."""
-    if whole is None or layout.kind == "sum":
-        return whole if whole is None else whole.view_as(whole)
-    if layout.kind == "rows":
-        return part.cut(whole, layout).clone(memory_format=torch.contiguous_format)
-    return whole * (part.sizes[part.lockstep.rank] / part.n)
-
-
-def _of_all(
-    parts: Sequence[torch.Tensor | None],
-    layouts: Sequence[Layout],
-    like: Sequence[_Like],
-    part: Part,
-    late: Sequence[int] = (),
-) -> list[torch.Tensor | None]:
-    """Return the wholes that all ranks' parts make up: of those that some rank has, as its gradient may have none.
-
-    Raises:
-        GivenUp: Other ranks have other shapes, so that they make up none.
-    """
-    for _ in range(2):
-        there = [(at, each, layouts[at]) for at, each in enumerate(parts) if each is not None]
-        shapes = [part.sizes_of(each, layout) for _, each, layout in there]
-        usual = (*(at for at, _, _ in there), *(number for shape in shapes for number in (len(shape), *shape)))
-        if all(layout.kind == "sum" for _, _, layout in there):
-            wholes = part.lockstep.sum(part.doing, [each for _, each, _ in there], usual)
-        else:
-            wholes = _of_bytes([(each, layout, at in late) for at, each, layout in there], part, usual)
-        if wholes is not None:
-            found = {at: whole for (at, _, _), whole in zip(there, wholes, strict=True)}
-            return [found.get(at) for at in range(len(parts))]
-        of_ranks = zip(*part.lockstep.gathered([each is not None for each in parts]), strict=True)
-        parts = [
-            torch.zeros(shape, dtype=dtype, device=device) if any(some) and each is None else each
-            for each, (shape, dtype, device), some in zip(parts, like, of_ranks, strict=True)
-        ]
-    raise GivenUp(_OTHER_SHAPE)
-
-
-_OTHER_SHAPE = "its parts return something of another shape than before"
-
-
-def _of_bytes(
-    parts: Sequence[tuple[torch.Tensor, Layout, bool]], part: Part, usual: object = 0
-) -> list[torch.Tensor] | None:
-    """Return the wholes of parts of several kinds, whose bytes are sent together; None if ``usual`` is not alike.
-
-    Those that are late are gathered when somebody reads them.
-    """
-    sent = [not is_late and (layout.kind != "alike" or _is_derived(own)) for own, layout, is_late in parts]
-    flat = [_padded(own) for (own, _, _), is_sent in zip(parts, sent, strict=True) if is_sent]
-    flats = part.lockstep.gather(part.doing, torch.cat(flat or [torch.empty(0, dtype=torch.uint8)]), usual)
-    if flats is None:
-        return None
-    wholes, ends = list[torch.Tensor](), [0] * len(flats)
-    for (own, layout, is_late), is_sent in zip(parts, sent, strict=True):
-        found = list[torch.Tensor]()
-        for other, size in enumerate(part.sizes if is_sent else ()):
-            shape = part.sizes_of(own, layout, size)
-            length = math.prod(shape) * own.element_size()
-            found.append(flats[other][ends[other] :][:length].view(own.dtype).view(shape).to(own.device))
-            ends[other] += -(-length // _ALIGNED) * _ALIGNED
-        if not is_sent:
-            wholes.append(Later.of(part, layout, own) if is_late else own.clone())
-        elif layout.kind == "rows":
-            wholes.append(_joined(found, layout, part.sizes))
-        else:
-            weights = [1.0 if layout.kind == "sum" else size / part.n for size in part.sizes]
-            first, *others = [each if by == 1 else each * by for each, by in zip(found, weights, strict=True)]
-            wholes.append(sum(others, first.clone()))
-    return wholes
-
-
 _ALIGNED = 16  # bytes, for any dtype
 
 
@@ -210,36 +182,28 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
     return functional.pad(flat, (0, -len(flat) % _ALIGNED)) if len(flat) % _ALIGNED else flat
 
 
-def _is_derived(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 class _Between(Function):
     """Wholes to parts, or parts to wholes: the gradient of each is the other one, so it can be derived again."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        part: Part,
-        layouts: Sequence[Layout],
-        like: Sequence[_Like] | None,
-        late: Sequence[int],
-        *given: torch.Tensor | None,
+        ctx: Any, part: Part, layouts: Sequence[Layout], like: Sequence[_Like] | None, *given: torch.Tensor | None
     ) -> Any:
         ctx.set_materialize_grads(False)
         if like is None:
-            found = [_of_part(whole, layout, part) for whole, layout in zip(given, layouts, strict=True)]
-            ctx.of = part, layouts, _like(found), ()
+            pairs = zip(given, layouts, strict=True)
+            found: Any = [None if each is None else part.of(each.view_as(each), layout) for each, layout in pairs]
+            ctx.of = part, layouts, _like(found)
         else:
-            found, ctx.of = _of_all(given, layouts, like, part, late), (part, layouts, None, ())
-        needed = zip(found, ctx.needs_input_grad[4:], strict=True)
+            found, ctx.of = part.whole_of(given, layouts, like), (part, layouts, None)
+        needed = zip(found, ctx.needs_input_grad[3:], strict=True)
         ctx.mark_non_differentiable(*(each for each, is_needed in needed if each is not None and not is_needed))
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        found = zip(_between(*ctx.of, *grads), ctx.needs_input_grad[4:], strict=True)
-        return (None, None, None, None, *(each if is_needed else None for each, is_needed in found))
+        found = zip(_between(*ctx.of, *grads), ctx.needs_input_grad[3:], strict=True)
+        return (None, None, None, *(each if is_needed else None for each, is_needed in found))
 
 
 _between: Callable[..., Any] = _Between.apply
@@ -249,87 +213,32 @@ def _like(tensors: Sequence[torch.Tensor | None]) -> list[_Like]:
     return [(each.shape, each.dtype, each.device) if each is not None else ((), None, None) for each in tensors]
 
 
-def scatter(part: Part, layouts: Sequence[Layout], *wholes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def scatter(part: Part, layouts: Sequence[Layout], wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return this rank's parts of wholes."""
-    parts: tuple[torch.Tensor, ...] = _between(part, layouts, None, (), *wholes)
-    return parts
+    derived = [each.requires_grad and torch.is_grad_enabled() for each in wholes]
+    found = [
+        whole if is_derived or layout == SUM else part.of(whole, layout)
+        for whole, layout, is_derived in zip(wholes, layouts, derived, strict=True)
+    ]
+    for is_sum in (False, True):  # sums take less to send, so they go alone
+        places = [at for at, layout in enumerate(layouts) if derived[at] and (layout == SUM) is is_sum]
+        if places:
+            parts = _between(part, [layouts[at] for at in places], None, *(wholes[at] for at in places))
+            for at, own in zip(places, parts, strict=True):
+                found[at] = own
+    return found
 
 
-def gather(
-    part: Part, layouts: Sequence[Layout], *parts: torch.Tensor, late: Sequence[int] = ()
-) -> tuple[torch.Tensor, ...]:
-    """Return the wholes of all ranks' parts; of those at some places, what is gathered when somebody reads it."""
-    wholes: tuple[torch.Tensor, ...] = _between(part, layouts, _like(parts), late, *parts)
+def gather(part: Part, layouts: Sequence[Layout], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the wholes of all ranks' parts."""
+    wholes: tuple[torch.Tensor, ...] = _between(part, layouts, _like(parts), *parts)
     return wholes
 
 
-_SUM = Layout("sum")
-
-
-def shared(part: Part, *wholes: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return wholes as each part uses them: their gradients are the sums over all parts."""
-    return scatter(part, [_SUM] * len(wholes), *wholes)
-
-
-def sums(part: Part, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return sums over all parts."""
-    return gather(part, [_SUM] * len(parts), *parts)
-
-
-def mixed(part: Part, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def mixed(part: Part, *parts: torch.Tensor) -> list[torch.Tensor]:
     """Return sums over all parts, for each part to go on with."""
-    return shared(part, *sums(part, *parts))
-
-
-def _by_reading(name: str) -> Callable[..., Any]:
-    """Return a method that is called of the whole tensor."""
-    return lambda self, *args, **options: getattr(self.read(), name)(*args, **options)
-
-
-class Later(torch.Tensor):
-    """A whole tensor whose rows are gathered when something first reads it: on all ranks, as they run the same script.
-
-    Autograd sees a tensor as any other: what it records does not ask for the numbers.
-    """
-
-    __torch_function__: Any = no_torch_function()
-    of_part: tuple[Part, Layout, torch.Tensor]
-    _whole: torch.Tensor | None
-
-    @staticmethod
-    def of(part: Part, layout: Layout, own: torch.Tensor) -> "Later":
-        """Return the whole tensor of which this rank has a part."""
-        shape = part.sizes_of(own, layout, part.n)
-        made: Later = tensor_without_numbers(Later, shape, own)
-        made.of_part, made._whole = (part, layout, own), None
-        return made
-
-    @property
-    def is_read(self) -> bool:
-        """Whether its rows were gathered."""
-        return self._whole is not None
-
-    def read(self) -> torch.Tensor:
-        """Return the numbers."""
-        if self._whole is None:
-            part, layout, own = self.of_part
-            (self._whole,) = _of_bytes([(own.detach(), layout, False)], part) or [own]
-        return self._whole
-
-    # What asks for the numbers in C.
-    numpy: Any = _by_reading("numpy")
-    tolist: Any = _by_reading("tolist")
-    data_ptr: Any = _by_reading("data_ptr")
-    untyped_storage: Any = _by_reading("untyped_storage")
-    __array__: Any = _by_reading("__array__")
-    __dlpack__: Any = _by_reading("__dlpack__")
-    __reduce_ex__: Any = _by_reading("__reduce_ex__")
-    __repr__: Any = _by_reading("__repr__")
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch declares no class
-        args, kwargs = mapped((args, kwargs or {}), lambda each: each.read() if isinstance(each, Later) else each)
-        return func(*args, **kwargs)
+    layouts = [SUM] * len(parts)
+    return scatter(part, layouts, gather(part, layouts, parts))
 
 
 # ---- a module whose parameters are shared ----

@@ -51,6 +51,16 @@ def told(name: str, default: str = "") -> str:
     return os.environ.get(name, _hidden.get(name, default))
 
 
+def rank() -> int:
+    """Return which rank this process is."""
+    return int(told("RANK", "0"))
+
+
+def ranks() -> int:
+    """Return how many ranks a launcher has started."""
+    return int(told("WORLD_SIZE", "1"))
+
+
 def is_rank() -> bool:
     """Return whether a launcher has started this process as one of several, or as the only one."""
     return all(told(name) for name in OF_RANK)
@@ -162,18 +172,18 @@ def started(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     from torch.distributed.run import run as run_ranks
 
     logging.disable(logging.ERROR)  # the launcher's own words about what the ranks have said
-    ranks, cores = given.nproc_per_node or "1", os.cpu_count() or 1
-    if ranks.isdecimal():
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, int(ranks)))))
+    here = given.nproc_per_node or "1"
+    if here.isdecimal():
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, int(here)))))
     ours = {"module": True, "training_script": "ddp_patch", "training_script_args": ["run", *arguments]}
     alone = given.standalone or (given.nnodes in ONE_NODE and not given.rdzv_endpoint)
     try:
-        run_ranks(argparse.Namespace(**{**vars(given), **ours, "nproc_per_node": ranks, "standalone": alone}))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        run_ranks(argparse.Namespace(**{**vars(given), **ours, "nproc_per_node": here, "standalone": alone}))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        first, failure = error.get_first_failure()
         code: int = failure.exitcode
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        sys.stderr.write(f"ddp_patch: rank {rank} ended first, by {how}.\n")
+        sys.stderr.write(f"ddp_patch: rank {first} ended first, by {how}.\n")
         return code if code >= 0 else 128 - code
     except SignalException as error:
         return 128 + int(error.sigval)

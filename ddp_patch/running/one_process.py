@@ -23,13 +23,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ddp_patch.compat.private_torch import default_store, read_by_parts
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.options import Options
+from ddp_patch.running import launch
 from ddp_patch.running.alike import alike, folders_sorted
+from ddp_patch.running.autopatching import Summary, is_left_alone, logger, made_at
 from ddp_patch.running.calls import Calls
-from ddp_patch.running.launch import backend_here, group_made, is_hidden, is_started, told
-from ddp_patch.running.loader_reports import Summary, is_left_alone, logger, made_at
-from ddp_patch.running.lockstep import GivenUp, Lockstep, seed_all
+from ddp_patch.running.lockstep import GivenUp, Lockstep
 from ddp_patch.running.overlay import shadowed
-from ddp_patch.running.reading import Cut, Reading
+from ddp_patch.running.random_numbers import seed_all
+from ddp_patch.running.reading import Read, Reading
 from ddp_patch.validation import counted
 
 # What only a script calls that has ranks of its own.
@@ -38,7 +39,7 @@ _CLOSE = 1e-3  # how far gradients that each rank has computed of whole batches 
 
 
 class OneProcess(Summary):
-    """Runs a script as one process, from when it first calls a module or reads a batch.
+    """Runs a script as one process.
 
     Args:
         options: The seed, and how long a rank waits for others.
@@ -52,24 +53,22 @@ class OneProcess(Summary):
         self._read: dict[str, None] = {}  # what is said of loaders
         self._stack = ExitStack()
         self._told: set[str] = set()
-        self._has_begun = False
         self._lockstep = Lockstep()
-        self._calls = Calls(self._lockstep, self._begin, self._tell)
+        self._calls = Calls(self._lockstep, self._tell)
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Hook calls of modules, passes, steps of optimizers and what makes process groups, while entered."""
         as_it_is: Callable[[Any], Any] = torch.compiler.disable  # a compiled step would trace what communicates
-        with self._stack as stack:
+        with super().running(), self._stack as stack:
             stack.enter_context(folders_sorted())
             for name, module in _OF_RANKS.items():
                 refusing = partial(self._refuse_unless_alone, name, getattr(module, name))
                 stack.enter_context(patch.object(module, name, refusing))
-            stack.enter_context(read_by_parts(Cut, self._reading_of))
+            stack.enter_context(read_by_parts(Read, self._reading_of))
             stack.callback(register_optimizer_step_pre_hook(as_it_is(self._before_step)).remove)
             stack.enter_context(self._calls.hooked())
-            if not is_started():  # else they are alike already, and the script may yet seed them
-                self._begin()
+            self._join()
             try:
                 yield
             except BaseException as error:
@@ -84,71 +83,57 @@ class OneProcess(Summary):
 
     def _refuse_unless_alone(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Refuse a function that is for ranks of the script's own, if there are ranks already, or it sees none."""
-        sees_none = is_hidden() and name == "init_process_group"
-        if (self._ranks > 1 or sees_none) and os.getpid() == self._process:
-            _refuse(self._ranks, f"calls {name}()")
+        sees_none = launch.is_hidden() and name == "init_process_group"
+        if (self._lockstep.ranks > 1 or sees_none) and os.getpid() == self._process:
+            _refuse(self._lockstep.ranks, f"calls {name}()")
         return function(*args, **options)
 
     def wrapped(self, name: str) -> None:
         """Refuse a model that averages gradients by itself."""
-        if self._ranks > 1:
-            _refuse(self._ranks, f"wraps a model in {name}")
+        if self._lockstep.ranks > 1:
+            _refuse(self._lockstep.ranks, f"wraps a model in {name}")
 
     def _reading_of(self, loader: DataLoader[Any]) -> Reading | None:
         """Return how the batches of a loader are read; None if that may not be divided."""
         is_main = threading.current_thread() is threading.main_thread() and not self._is_off()
-        forks = (
-            not loader.num_workers or (loader.multiprocessing_context or multiprocessing).get_start_method() == "fork"
-        )
+        starts = "fork"
+        if loader.num_workers:
+            starts = (loader.multiprocessing_context or multiprocessing).get_start_method()
         is_ordered = getattr(loader, "in_order", True)  # of torch 2.6 and newer
-        if is_left_alone(loader) or not (is_main and forks and is_ordered):
+        if is_left_alone(loader) or not (is_main and starts == "fork" and is_ordered):
             return None
-        self._begin()
         if self._lockstep.ranks > 1 and loader not in self._readings:
             place = made_at(loader)
-
-            def decided(how: str) -> None:
-                line = f"{place} {type(loader).__name__}: batches are read {how}"
-                self._read[line] = None
-                self._tell(line, logging.INFO)
-
+            decided = partial(self._decided, f"{place} {type(loader).__name__}: batches are read")
             self._readings[loader] = Reading(self._lockstep, f"the loader made at {place}", decided)
         return self._readings.get(loader)
 
-    @property
-    def _ranks(self) -> int:
-        """How many ranks there are, or will be when they are joined."""
-        return max(self._lockstep.ranks, int(told("WORLD_SIZE", "1")))
+    def _decided(self, loader: str, how: str) -> None:
+        self._read[f"{loader} {how}"] = None
+        self._tell(f"{loader} {how}", logging.INFO)
 
     @property
     def lines(self) -> list[str]:
         """What there is to say: of each loader whose reading was judged, of each model, and of all."""
-        found = [*self._read, *(each.line(self._ranks) for each in self._calls.records)]
+        ranks, calls = self._lockstep.ranks, self._calls.records
+        found = [*self._read, *(each.line(ranks) for each in calls)]
         steps = counted(self._lockstep.steps, "optimizer step")
-        found.append(f"{counted(self._ranks, 'rank')} trained as one process: {steps}.")
-        if self._ranks > 1 and not any(each.divided for each in self._calls.records):
+        found.append(f"{counted(ranks, 'rank')} trained as one process: {steps}.")
+        if ranks > 1 and not any(each.divided for each in calls):
             found.append("No call was divided: every rank computed all, and no time was saved but in reading.")
         return found
 
-    def _begin(self) -> None:
-        """Join the other ranks, once."""
-        if self._has_begun:
-            return
-        self._has_begun = True
-        seed = (torch.initial_seed() if self._options.seed is None else self._options.seed) % 2**63
-        if (dist.get_world_size() if dist.is_initialized() else self._ranks) > 1:
-            self._join()
-        train = f"{counted(self._lockstep.ranks, 'rank')} {'trains' if self._lockstep.ranks == 1 else 'train'}"
-        self._tell(f"{train} as one process; random numbers follow from seed {seed}", logging.INFO)
-
     def _join(self) -> None:
-        """Make the process group, if there is none, and let the ranks start alike."""
-        timeout = self._options.timeout
-        if not dist.is_initialized():
-            self._stack.enter_context(group_made(backend_here(), timeout=timedelta(seconds=timeout)))
-            self._stack.enter_context(patch.object(dist, "is_initialized", _is_initialized))
-        self._lockstep.join(timeout)
-        home = "" if is_started() or self._lockstep.rank else tempfile.mkdtemp(prefix="ddp_patch-")
+        """Join the other ranks, and start as they do."""
+        timeout, is_made = self._options.timeout, dist.is_initialized()
+        if (dist.get_world_size() if is_made else launch.ranks()) > 1:
+            if not is_made:
+                self._stack.enter_context(launch.group_made(launch.backend_here(), timeout=timedelta(seconds=timeout)))
+                self._stack.enter_context(patch.object(dist, "is_initialized", _is_initialized))
+            self._lockstep.join(timeout)
+        is_first = self._lockstep.rank == 0 and self._lockstep.ranks > 1
+        # Else the command has made one.
+        home = tempfile.mkdtemp(prefix="ddp_patch-") if is_first and not launch.is_started() else ""
         ranks = self._lockstep.gathered((torch.initial_seed(), hash("ddp_patch"), home))
         seed, _, home = ranks[0]
         if len({each for each, _, _ in ranks}) > 1:
@@ -159,11 +144,13 @@ class OneProcess(Summary):
                 "The ranks hash strings differently, so a set of strings has another order on each. Set "
                 "PYTHONHASHSEED=0 before they start."
             )
-        if home:  # else the command has done so
+        if home:
             self._stack.enter_context(shadowed(self._lockstep.rank, home))
             # By a name that no other session has.
             store = dist.PrefixStore(home, default_store())  # type: ignore[attr-defined]  # torch documents it
             self._stack.enter_context(alike(store, self._lockstep.rank, timeout))
+        train = "1 rank trains" if not ranks[1:] else f"{len(ranks)} ranks train"
+        self._tell(f"{train} as one process; random numbers follow from seed {seed % 2**63}", logging.INFO)
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         """Tell the user something, once, on the first rank."""
@@ -203,7 +190,7 @@ def _refuse(ranks: int, does: str) -> NoReturn:
 
 def _explain(error: BaseException) -> None:
     """Say in an error of the script what it may not see: its rank."""
-    if isinstance(error, KeyError) and is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+    if isinstance(error, KeyError) and launch.is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
         error.add_note(
             f"ddp_patch: as one process, the script sees no {error.args[0]}. If it needs that, pass --mode ranks."
         )

@@ -33,8 +33,8 @@ from ddp_patch.compat.files import files_opened_by
 # name; or it also moves all that is in a folder.
 _How: TypeAlias = Literal["", "seen", "changed", "replaced", "moved"]
 
-# Functions of ``os`` that look at the path that is their first argument; those that change what is at their paths. Of
-# what some change, such as a file's mode, the first rank keeps nothing.
+# Functions of ``os``, and what they do at their paths. Of what some change, such as a file's mode, the first rank keeps
+# nothing.
 _LOOKS = ("access", "getxattr", "listxattr", "lstat", "pathconf", "readlink", "stat", "statvfs")
 _TOUCHES = ("chmod", "chown", "lchown", "removexattr", "setxattr", "utime")
 _CHANGES: dict[str, tuple[_How, ...]] = {
@@ -51,17 +51,10 @@ _NAMED = ("path", "src", "dst")
 _IN_FOLDERS = ("dir_fd", "src_dir_fd", "dst_dir_fd")
 _MOST_LINKS = 40  # as Linux follows them
 
-# Read and written where they are: devices, and caches. Programs let several processes write these at once, and
-# compilers and libraries in C read them.
-_DEVICES = ("/dev", "/proc", "/sys")
-_CACHES = {
-    "XDG_CACHE_HOME": "~/.cache",
-    "HF_HOME": "~/.cache/huggingface",
-    "TORCH_HOME": "~/.cache/torch",
-    "TRITON_CACHE_DIR": "~/.triton",
-    "MPLCONFIGDIR": "~/.config/matplotlib",
-    "TORCHINDUCTOR_CACHE_DIR": "~/.cache/torch",
-}
+# Read and written where they are: devices, and caches, which several processes may write at once. Compilers and
+# libraries in C read them.
+_LEFT_ALONE = ("/dev", "/proc", "/sys", "~/.cache", "~/.triton", "~/.config/matplotlib")
+_CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TRITON_CACHE_DIR", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR")
 
 # What opens the path that it is given in C.
 _OPENED_IN_C: list[tuple[Any, str, tuple[_How, ...]]] = [
@@ -97,22 +90,18 @@ def _make_folders(place: str) -> None:
             real.mkdir(place)
 
 
-class Layer:
-    """Files that lie in a folder, over those of another layer, or of the disk.
-
-    Paths are whole, without links.
+class World:
+    """Files that lie in layers over the disk. Within it, paths are whole, and without links.
 
     Args:
-        folder: The folder.
-        below: The layer below; None for the disk.
+        layers: The folders of the layers, the uppermost first: that one takes what changes.
         left_alone: Beginnings of paths that are read and written where they are.
     """
 
-    def __init__(self, folder: str, below: "Layer | None" = None, left_alone: tuple[str, ...] = ()) -> None:
-        self.files: str = os.path.join(folder, "files")
-        self._folder, self._below, self._left_alone = folder, below, left_alone
-        self._hidden = os.path.join(folder, "hidden")
-        self._linked: dict[tuple[int, int], str] = {}  # by the file: what lies here and is a second name of it
+    def __init__(self, layers: Sequence[str], left_alone: tuple[str, ...]) -> None:
+        self._layers, self._left_alone = layers, left_alone
+        self._files = os.path.join(layers[0], "files")
+        self._here: str = real.getcwd()
 
     def is_left_alone(self, path: str) -> bool:
         """Return whether a path is read and written where it is."""
@@ -120,36 +109,25 @@ class Layer:
 
     def lies(self, path: str) -> str:
         """Return where what is seen at a path lies; where nothing is, if nothing is seen there."""
-        here = self.files + path
-        if self.is_left_alone(path):
-            return path
-        if _mode(here) or self._hides(path):
-            return here
-        return path if self._below is None else self._below.lies(path)
+        for layer in () if self.is_left_alone(path) else self._layers:
+            here = f"{layer}/files{path}"
+            if _mode(here) or _hides(layer, path):
+                return here
+        return path
 
     def names(self, path: str) -> list[str]:
         """Return the names in a folder."""
         lies, found = self.lies(path), set[str]()
         if self.is_left_alone(path) or not _is_folder(lies):
             return list(real.listdir(lies))
-        names_below = real.listdir if self._below is None else self._below.names
-        for names, folder in ((names_below, path), (real.listdir, self.files + path)):
+        for folder in (path, *(f"{layer}/files{path}" for layer in self._layers)):
             with suppress(FileNotFoundError, NotADirectoryError):
-                found.update(names(folder))
+                found.update(real.listdir(folder))
         return sorted(name for name in found if _mode(self.lies(os.path.join(path, name))))
-
-    def _hides(self, path: str) -> bool:
-        """Return whether what is below is not seen at a path: a file marks that, or a folder that it is in."""
-        try:
-            return stat.S_ISREG(real.lstat(self._hidden + path).st_mode)
-        except NotADirectoryError:
-            return True
-        except (OSError, ValueError):
-            return False
 
     def hide(self, path: str) -> None:
         """Let nothing of what is below be seen at a path, and in it."""
-        mark = self._hidden + path
+        mark = f"{self._layers[0]}/hidden{path}"
         if _is_folder(mark):
             shutil.rmtree(mark)
         with suppress(NotADirectoryError):  # the folder that it is in is hidden
@@ -157,38 +135,24 @@ class Layer:
             with open_file(mark, "w"):
                 pass
 
-    def take(self, path: str, how: _How, *, links: bool = False) -> None:
-        """Take what is seen at a path into this layer, before it changes.
-
-        Args:
-            path: The path.
-            how: What changes.
-            links: Whether a second name will do for a file whose name changes, as it does for what will not be changed
-                here.
-        """
-        here, lies = self.files + path, self.lies(path)
-        if links and how == "changed" and _mode(path) and (second := self._linked.pop(_file_at(path), "")):
-            self._copy(second, second)  # its file was moved, or not removed, and now changes
+    def take(self, path: str, how: _How) -> None:
+        """Take what is seen at a path into the uppermost layer, before it changes."""
+        here, lies = self._files + path, self.lies(path)
         if _is_folder(lies):
             _make_folders(here)
             for name in self.names(path) if how == "moved" else ():
-                self.take(os.path.join(path, name), how, links=links)
-        elif lies == here:
-            return
-        elif stat.S_ISREG(_mode(lies)) or stat.S_ISLNK(_mode(lies)):  # not a pipe, say, which holds nothing
+                self.take(os.path.join(path, name), how)
+        elif lies != here and (
+            stat.S_ISREG(_mode(lies)) or stat.S_ISLNK(_mode(lies))
+        ):  # not a pipe, which holds nothing
             _make_folders(os.path.dirname(here))
-            if links and how != "changed":
-                with suppress(OSError):  # not on one disk
-                    real.link(lies, here, follow_symlinks=False)
-                    self._linked[_file_at(here)] = here
-                    return
             self._copy(lies, here)
-        elif not _mode(lies):
+        elif lies != here and not _mode(lies):
             self.hide(path)
 
     def _copy(self, source: str, target: str) -> None:
         """Copy a file or a link, so that others see all of it or nothing."""
-        part = os.path.join(self._folder, f"{os.getpid()}-{get_ident()}")
+        part = os.path.join(self._layers[0], f"{os.getpid()}-{get_ident()}")
         if stat.S_ISLNK(_mode(source)):
             real.symlink(real.readlink(source), part)
         else:
@@ -199,38 +163,7 @@ class Layer:
             real.utime(part, ns=(found.st_atime_ns, found.st_mtime_ns))
         real.replace(part, target)
 
-
-def _file_at(place: str) -> tuple[int, int]:
-    """Return what tells a file from all others on this machine."""
-    found = real.lstat(place)
-    return found.st_dev, found.st_ino
-
-
-def kept(past: Layer, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
-    """Call a function on the first rank, after what it changes was taken into the past."""
-    for path, how in zip(args, hows, strict=False):
-        if how not in {"", "seen"} and isinstance(path, str | bytes | os.PathLike):
-            text = os.path.abspath(os.fsdecode(path))
-            whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
-            whole = os.path.realpath(whole) if how == "changed" else whole
-            if not past.is_left_alone(whole):
-                with suppress(OSError):  # no reason for the first rank to fail: others then see what it makes of it
-                    past.take(whole, how, links=True)
-    return function(*args, **options)
-
-
-class Shadow:
-    """What another rank sees and calls.
-
-    Args:
-        layer: Its layer, over the past.
-    """
-
-    def __init__(self, layer: Layer) -> None:
-        self._layer = layer
-        self._here: str = real.getcwd()
-
-    def _seen(self, path: Any, *, follow: bool = True) -> str:
+    def seen(self, path: Any, *, follow: bool = True) -> str:
         """Return a path whole, with links followed; that of a link itself if ``follow`` is false."""
         text = os.fsdecode(path)
         if not text:
@@ -245,7 +178,7 @@ class Shadow:
                 found = os.path.dirname(found)
                 continue
             found = os.path.join(found, part)
-            lies = self._layer.lies(found) if follow or any(todo) else ""
+            lies = self.lies(found) if follow or any(todo) else ""
             if stat.S_ISLNK(_mode(lies)) and links < _MOST_LINKS:
                 links, target = links + 1, real.readlink(lies)
                 todo += reversed(target.split(os.sep))
@@ -253,23 +186,23 @@ class Shadow:
         return found
 
     def call(self, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
-        """Call a function on what is seen at its paths, taken into the layer before; if it fails, take that back."""
-        layer, given, renamed, stubs = self._layer, [*args], list[str](), list[str]()
+        """Call a function on what is seen at its paths, taken into this world before; if it fails, take that back."""
+        given, renamed, stubs = [*args], list[str](), list[str]()
         for at, (path, how) in enumerate(zip(args, hows, strict=False)):
             if not how or not isinstance(path, str | bytes | os.PathLike):
                 continue
             is_followed = how in {"seen", "changed"} and function.__name__ not in _OF_LINKS
-            seen = self._seen(path, follow=is_followed and options.get("follow_symlinks", True))
-            given[at] = seen and layer.lies(seen)
-            if how == "seen" or not seen or layer.is_left_alone(seen):
+            seen = self.seen(path, follow=is_followed and options.get("follow_symlinks", True))
+            given[at] = seen and self.lies(seen)
+            if how == "seen" or not seen or self.is_left_alone(seen):
                 continue
-            given[at] = layer.files + seen
-            if _is_folder(layer.lies(os.path.dirname(seen))):
+            given[at] = self._files + seen
+            if _is_folder(self.lies(os.path.dirname(seen))):
                 _make_folders(os.path.dirname(given[at]))
             if how == "replaced":
                 stubs += self._stubs(seen)
             else:
-                layer.take(seen, how)
+                self.take(seen, how)
             renamed += [seen] if how in {"replaced", "moved"} else []
         try:
             result = function(*given, **options)
@@ -278,16 +211,16 @@ class Shadow:
                 real.unlink(stub)
             raise
         for seen in renamed:
-            layer.hide(seen)
+            self.hide(seen)
         return result
 
     def _stubs(self, seen: str) -> Iterator[str]:
         """Make what is as much in a call's way as what is seen at a path; yield what has to go if the call fails."""
-        stub, lies = self._layer.files + seen, self._layer.lies(seen)
+        stub, lies = self._files + seen, self.lies(seen)
         is_needed = lies != stub and _mode(lies) != 0
         if _is_folder(lies):
             _make_folders(stub)
-            is_needed = not real.listdir(stub) and bool(self._layer.names(seen))
+            is_needed = not real.listdir(stub) and bool(self.names(seen))
             stub = os.path.join(stub, "stub")
         if is_needed:
             with open_file(stub, "w"):
@@ -296,7 +229,7 @@ class Shadow:
     def chdir(self, path: Any) -> None:
         """Change the current folder, as ``os.chdir``."""
         self.call(real.chdir, ("seen",), path)
-        self._here = self._seen(path)
+        self._here = self.seen(path)
 
     def getcwd(self) -> str:
         """Return the current folder, as ``os.getcwd``."""
@@ -304,7 +237,7 @@ class Shadow:
 
     def listdir(self, path: Any = ".") -> list[Any]:
         """Return the names in a folder, as ``os.listdir``."""
-        names = self._layer.names(self._seen("." if path is None else path))
+        names = self.names(self.seen("." if path is None else path))
         return list(map(os.fsencode, names)) if isinstance(path, bytes) else names
 
     def scandir(self, path: Any = ".") -> Any:
@@ -313,17 +246,21 @@ class Shadow:
         return entries_of(_Entry(folder, name) for name in self.listdir(folder))
 
 
-class _Entry:
-    """What ``os.scandir`` yields.
+def _hides(layer: str, path: str) -> bool:
+    """Return whether what is below a layer is not seen at a path: a file marks that, or a folder that it is in."""
+    try:
+        return stat.S_ISREG(real.lstat(f"{layer}/hidden{path}").st_mode)
+    except NotADirectoryError:
+        return True
+    except (OSError, ValueError):
+        return False
 
-    Args:
-        folder: The folder, as it was given.
-        name: A name in it.
-    """
+
+class _Entry:
+    """What ``os.scandir`` yields, of a folder as it was given, and a name in it."""
 
     def __init__(self, folder: Any, name: Any) -> None:
-        self.name: Any = name
-        self.path: Any = os.path.join(folder, name)
+        self.name, self.path = name, os.path.join(folder, name)
 
     def __fspath__(self) -> Any:
         return self.path
@@ -368,15 +305,6 @@ def entries_of(entries: Iterable[Any]) -> Any:
 # ---- to let a rank see its world ----
 
 
-def _places_left_alone() -> tuple[str, ...]:
-    """Return how paths begin that are read and written where they are."""
-    caches = (os.environ.get(name) or usual for name, usual in _CACHES.items())
-    # Sockets of multiprocessing are made in C, in a folder that is made when it is first asked for.
-    places = (os.path.realpath(os.path.expanduser(each)) for each in (*_DEVICES, get_temp_dir(), *caches))
-    compiled = os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_")  # and the user's name
-    return *(f"{each}{os.sep}" for each in places), compiled
-
-
 @contextmanager
 def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True) -> Iterator[None]:
     """Let a rank but the first one write into a world of its own, while entered; the first one keeps what was.
@@ -388,13 +316,20 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
         writes: Whether the first rank writes where the script says.
     """
     home = os.path.realpath(folder)
-    own = os.path.join(home, f"rank-{rank}")
+    own, past = os.path.join(home, f"rank-{rank}"), os.path.join(home, "past")
     _make_folders(own)
-    left_alone = (f"{home}{os.sep}", *_places_left_alone())
-    past = Layer(os.path.join(home, "past"), None, left_alone)
+    _make_folders(past)
+    # Sockets of multiprocessing are made in C, in a folder that is made when it is first asked for.
+    places = (*_LEFT_ALONE, *filter(None, map(os.environ.get, _CACHES)), get_temp_dir(), home)
+    compiled = os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_")  # and the user's name
+    left_alone = *(f"{os.path.realpath(os.path.expanduser(each))}{os.sep}" for each in places), compiled
     try:
         with ExitStack() as stack:
-            _put_over_os(past, None if rank == 0 and writes else Shadow(Layer(own, past, left_alone)), stack)
+            if rank == 0 and writes:
+                _put_over_os(partial(kept, World([past], left_alone)), None, stack)
+            else:
+                world = World([own, past], left_alone)
+                _put_over_os(world.call, world, stack)
             yield
     finally:
         if not keep:
@@ -404,9 +339,21 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
                     shutil.rmtree(home, ignore_errors=True)
 
 
-def _put_over_os(past: Layer, shadow: Shadow | None, stack: ExitStack) -> None:
+def kept(past: World, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
+    """Call a function on the first rank, after what it changes was taken into the past."""
+    for path, how in zip(args, hows, strict=False):
+        if how not in {"", "seen"} and isinstance(path, str | bytes | os.PathLike):
+            text = os.path.abspath(os.fsdecode(path))
+            whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
+            whole = os.path.realpath(whole) if how == "changed" else whole
+            if not past.is_left_alone(whole):
+                with suppress(OSError):  # no reason for the first rank to fail: others then see what it makes of it
+                    past.take(whole, how)
+    return function(*args, **options)
+
+
+def _put_over_os(call: Callable[..., Any], world: World | None, stack: ExitStack) -> None:
     """Let all that opens, finds, changes and removes files go through a world, until the stack closes."""
-    call: Callable[..., Any] = partial(kept, past) if shadow is None else shadow.call
 
     def open_any(file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
         kinds = {*mode} if isinstance(mode, str) else set[str]()
@@ -418,11 +365,11 @@ def _put_over_os(past: Layer, shadow: Shadow | None, stack: ExitStack) -> None:
         return call(real.open, (how,), path, flags, *args, **options)
 
     calls, functions = {**_CHANGES}, dict[str, Callable[..., Any]](open=open_by_flags)
-    if shadow is not None:
+    if world is not None:
         calls |= dict.fromkeys(_LOOKS, ("seen",)) | dict.fromkeys(_TOUCHES, ("changed",))
-        functions |= {name: getattr(shadow, name) for name in ("chdir", "listdir", "scandir")}
-        stack.enter_context(patch.object(os, "getcwd", shadow.getcwd))
-        stack.enter_context(patch.object(os, "getcwdb", lambda: os.fsencode(shadow.getcwd())))
+        functions |= {name: getattr(world, name) for name in ("chdir", "listdir", "scandir")}
+        stack.enter_context(patch.object(os, "getcwd", world.getcwd))
+        stack.enter_context(patch.object(os, "getcwdb", lambda: os.fsencode(world.getcwd())))
     functions |= {name: partial(call, getattr(real, name), hows) for name, hows in calls.items()}
     for name, ours in functions.items():
         stack.enter_context(patch.object(os, name, _of_paths(getattr(real, name), ours)))

@@ -1,9 +1,11 @@
 """Random numbers that are drawn within a call: each rank's own, and alike on all after it; or held still."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from ddp_patch.compat.private_torch import DispatchMode, argument_names
@@ -11,13 +13,20 @@ from ddp_patch.compat.private_torch import DispatchMode, argument_names
 _APART = 0x9E3779B97F4A7C15  # between the seeds of ranks
 
 
-def _states() -> list[torch.Tensor]:
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def torch_states() -> list[torch.Tensor]:
     """Return the states of torch's global generators."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else [])]
 
 
-def _put(states: list[torch.Tensor]) -> None:
+def put_torch_states(states: list[torch.Tensor]) -> None:
     """Put states back."""
     torch.set_rng_state(states[0])
     if states[1:]:
@@ -35,17 +44,17 @@ def own_numbers(rank: int, some_have_drawn: Callable[[], bool]) -> Iterator[Call
     Yields:
         Returns whether this rank has drawn any so far.
     """
-    before = _states()
+    before = torch_states()
     seed = (int(torch.randint(2**62, (), device="cpu")) + rank * _APART) % 2**63
-    common = _states()
+    common = torch_states()
     torch.default_generator.manual_seed(seed)
     if before[1:]:
         torch.cuda.manual_seed_all(seed)
-    own = _states()
+    own = torch_states()
     try:
-        yield lambda: not all(map(torch.equal, own, _states()))
+        yield lambda: not all(map(torch.equal, own, torch_states()))
     finally:
-        _put(common if some_have_drawn() else before)
+        put_torch_states(common if some_have_drawn() else before)
 
 
 class Still(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated

@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 
 from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.running.alike import asking_alone
-from ddp_patch.running.loader_reports import unpatched
+from ddp_patch.running.autopatching import unpatched
 from ddp_patch.running.lockstep import Lockstep
 from ddp_patch.running.trees import PLAIN, leaves_of
 
@@ -27,16 +27,27 @@ _MEASURED = 3  # batches, after each worker's first one, whose waits count
 _LEAST_S = 1e-2  # to wait less for a batch is not worth a word
 
 
-class Cut(list[Any]):
-    """The indices of a batch, of which a rank reads its own; and all, to try that.
+@dataclass
+class Read:
+    """What a rank reads of a batch, and then what it has read: of its own samples, or of all, to try that.
 
     Attributes:
+        indices: Those of the whole batch.
         own: Where its own begin and end.
         is_tried: Whether all are read.
+        sent: Its own samples, in bytes.
+        batch: The whole batch, where that is tried.
+        why: Why it cannot be read by parts.
+        before: The state of random numbers before, if no worker has read.
     """
 
-    own: tuple[int, int] = (0, 0)
-    is_tried: bool = False
+    indices: list[Any]
+    own: tuple[int, int]
+    is_tried: bool
+    sent: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    batch: Any = None
+    why: str = ""
+    before: GlobalState | None = None
 
     @unpatched()  # modules that a dataset calls are called otherwise often on each rank
     def read(self, read: Callable[[list[Any]], Any], whole: Callable[[list[Any]], Any], dataset: Any) -> "Read":
@@ -47,23 +58,23 @@ class Cut(list[Any]):
             whole: Reads the batch of some indices.
             dataset: What they are read from.
         """
-        found, before, held = Read(self), GlobalState.capture().copied(), _held(dataset)
-        found.before = None if get_worker_info() else before
+        before, held = GlobalState.capture().copied(), _held(dataset)
+        self.before = None if get_worker_info() else before
         if self.is_tried:
-            found.batch = whole([*self])
-            found.why = _why_whole(before, held, dataset)
-        if found.why:
-            return found  # what it changes shall not change twice
+            self.batch = whole(self.indices)
+            self.why = _why_whole(before, held, dataset)
+        if self.why:
+            return self  # what it changes shall not change twice
         try:
             with asking_alone():
-                samples = read(self[slice(*self.own)])
-            found.sent = torch.frombuffer(bytearray(_dumped(samples)), dtype=torch.uint8)
-            found.why = _why_whole(before, held, dataset)
+                samples = read(self.indices[slice(*self.own)])
+            self.sent = torch.frombuffer(bytearray(_dumped(samples)), dtype=torch.uint8)
+            self.why = _why_whole(before, held, dataset)
             if type(samples) is not list:
-                found.why = "its dataset returns no list of samples"
+                self.why = "its dataset returns no list of samples"
         except Exception as error:  # noqa: BLE001 - reading the whole batch will raise it on every rank
-            found.why = f"a sample raises {type(error).__name__}, or cannot be sent"
-        return found
+            self.why = f"a sample raises {type(error).__name__}, or cannot be sent"
+        return self
 
 
 def _why_whole(before: GlobalState, held: list[Any], dataset: Any) -> str:
@@ -71,25 +82,6 @@ def _why_whole(before: GlobalState, held: list[Any], dataset: Any) -> str:
     if GlobalState.capture().values() != before.values():
         return "reading draws random numbers"
     return "" if _held(dataset) == held else "its dataset changes when it is read"
-
-
-@dataclass
-class Read:
-    """What a rank has read of a batch.
-
-    Attributes:
-        of: Which samples.
-        sent: Its own samples, in bytes.
-        batch: The whole batch, where that is tried.
-        why: Why it cannot be read by parts.
-        before: The state of random numbers before, if no worker has read.
-    """
-
-    of: Cut
-    sent: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    batch: Any = None
-    why: str = ""
-    before: GlobalState | None = None
 
 
 class Reading:
@@ -109,15 +101,14 @@ class Reading:
 
     def indices(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield what is to be read of batches of indices."""
+        rank, ranks = self._lockstep.rank, self._lockstep.ranks
         for batch in batches:
             if self._way == "whole":
                 yield batch
                 continue
-            cut, rank, ranks = Cut(batch), self._lockstep.rank, self._lockstep.ranks
-            cut.own = len(cut) * rank // ranks, len(cut) * (rank + 1) // ranks
-            cut.is_tried = self._way == "tried"
-            self._way = "whole" if cut.is_tried else self._way  # until it is judged
-            yield cut
+            is_tried, n = self._way == "tried", len(batch)
+            self._way = "whole" if is_tried else self._way  # until it is judged
+            yield Read([*batch], (n * rank // ranks, n * (rank + 1) // ranks), is_tried)
 
     def batch(self, read: Any, waited: float, workers: int, made: Callable[[Any], Any], again: Any) -> Any:
         """Return a batch, of what was read of it.
@@ -133,7 +124,7 @@ class Reading:
             self._way, self._waits = "whole", [0.0] * (max(1, workers) + _MEASURED)
             return read if not isinstance(read, Read) else self._whole(read, again)
         if isinstance(read, Read):
-            return self._tried(read, made) if read.of.is_tried else self._by_parts(read, made, again)
+            return self._tried(read, made) if read.is_tried else self._by_parts(read, made, again)
         self._waits.append(waited)
         if len(self._waits) == max(1, workers) + _MEASURED:
             last = self._waits[-_MEASURED:]
@@ -180,7 +171,7 @@ class Reading:
         """Return a batch that is read whole after all, as on every rank."""
         if read.before is not None:
             read.before.install()
-        return again([*read.of]) if read.batch is None else read.batch
+        return again(read.indices) if read.batch is None else read.batch
 
 
 def _unpickled(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The tensors in what a module is given, or returns; and what modules hold."""
+"""The tensors in what a module is given, or returns; what modules hold; and how far tensors are apart."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ddp_patch.compat.private_torch import tables_of
-from ddp_patch.running.lockstep import apart
+from ddp_patch.orders.random_states import GlobalState, generator_states, set_generator_states
+from ddp_patch.running.random_numbers import put_torch_states, torch_states
 
 PLAIN = {bool, int, float, str, type(None)}
 _NO_HOLDERS = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.device, torch.dtype, torch.Generator)
@@ -47,13 +48,16 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any], *, objects: bool =
         return changed
     copied: Any = copy.copy(value)
     for key, part in changed.items():
-        if part is parts[key]:
-            continue
-        if isinstance(value, Mapping):
-            copied[key] = part
-        else:
-            object.__setattr__(copied, key, part)
+        if part is not parts[key]:
+            _put(copied, key, part)
     return copied
+
+
+def _put(holder: Any, key: Any, part: Any) -> None:
+    if isinstance(holder, Mapping):
+        holder[key] = part  # type: ignore[index]  # a copy of one that has the key
+    else:
+        object.__setattr__(holder, key, part)
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -75,13 +79,17 @@ def tensors_in(value: Any, *, objects: bool = False) -> list[torch.Tensor]:
 
 
 class State:
-    """What modules hold beside their parameters.
+    """What modules hold beside their parameters, and the states of random generators.
 
     Args:
         modules: The modules.
+        draws: Whether states of generators count: finding these takes long.
+
+    Attributes:
+        tensors: The tensors that they hold.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *, draws: bool) -> None:
         self._modules = modules
         self._held: list[tuple[Any, dict[str, Any]]] = [
             (held, dict(held)) for each in modules for held in (vars(each), *tables_of(each)[1:])
@@ -92,9 +100,10 @@ class State:
             [each for each in values if not isinstance(each, nn.Module | dict)]
         )
         self._copies = [each.detach().clone() for each in self.tensors]
+        self._drawing = (generator_states(modules), GlobalState.capture().copied(), torch_states()) if draws else None
 
     def put_back(self) -> None:
-        """Let them hold what they held."""
+        """Let all be as it was."""
         for held, before in (*self._held, *self._lists):
             held.clear()
             (held.extend if isinstance(held, list) else held.update)(before)
@@ -102,10 +111,18 @@ class State:
             for tensor, copied in zip(self.tensors, self._copies, strict=True):
                 if apart(tensor, copied):
                     tensor.data.copy_(copied)
+        if self._drawing is not None:
+            of_modules, of_all, of_torch = self._drawing
+            set_generator_states(self._modules, of_modules)
+            of_all.copied().install()
+            put_torch_states(of_torch)
 
     def now(self) -> dict[str, Any]:
-        """Return plain values and copies of tensors that they hold now."""
-        found: dict[str, Any] = {}
+        """Return plain values and copies of tensors that they hold now, and states of generators."""
+        found: dict[str, Any] = {
+            "the state of random numbers": GlobalState.capture().values()[1:],
+            "a generator that it holds": generator_states(self._modules),
+        }
         for at, (held, _) in enumerate(self._held):
             of = f"module {at // 3}, {type(self._modules[at // 3]).__name__}"
             for name, value in held.items():
@@ -121,3 +138,29 @@ def fixed_weights(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number for each of a tensor's, the same on every rank and each time."""
     places = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
     return (1 + 0.5 * (0.7 * places).sin()).view(tensor.shape).to(tensor.dtype)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
+    """Return how far two tensors are apart, as a part of the first one's norm; infinity if one is no such tensor.
+
+    Args:
+        a: One.
+        b: The other one.
+        least: What the norm is taken for if it is less.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if not torch.equal(a.detach().isfinite(), b.detach().isfinite()):
+        return float("inf")
+    far = float((_finite(a) - _finite(b)).norm())
+    return far / max(norm_of(a), least, 1e-300) if far else 0.0
+
+
+def norm_of(tensor: torch.Tensor) -> float:
+    """Return the norm of a tensor's finite numbers."""
+    return float(_finite(tensor).norm())
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return torch.where(wide.isfinite(), wide, 0)

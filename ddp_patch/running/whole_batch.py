@@ -1,7 +1,4 @@
-"""Let what sees the whole batch see it in divided calls: batch normalisation, and means of torch's losses.
-
-The mean of a loss over rows that a call has returned, and that nobody has read, is a sum over each rank's rows, too.
-"""
+"""Let what sees the whole batch see it in divided calls: batch normalisation, and means of torch's losses."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +11,7 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional
 
-from ddp_patch.running.divided import Later, Part, mixed, sums
+from ddp_patch.running.divided import Part, mixed
 
 _unflat: Callable[..., torch.Tensor] = torch.unflatten
 _untraced: Callable[[Any], Any] = torch.compiler.disable  # what communicates is not traced
@@ -30,17 +27,18 @@ def whole_batch(part_now: Callable[[], Part | None], stack: ExitStack) -> None:
 
     def put(name: str, ours: Callable[..., Any]) -> None:
         theirs = getattr(functional, name)
+        takes = signature(theirs)
 
         @_untraced
-        def of_part(part: Part | None, *args: Any, **options: Any) -> Any:
-            if part is not None:
-                part.inner += 1
-            return ours(theirs, part, *args, **options)
+        def of_part(part: Part, *args: Any, **options: Any) -> Any:
+            part.inner += 1
+            bound = takes.bind(*args, **options)
+            bound.apply_defaults()
+            return ours(theirs, part, bound.arguments)
 
         def call(*args: Any, **options: Any) -> Any:
             part = part_now()
-            is_divided = part is not None or (args and type(args[0]) is Later)
-            return of_part(part, *args, **options) if is_divided else theirs(*args, **options)
+            return theirs(*args, **options) if part is None else of_part(part, *args, **options)
 
         stack.enter_context(patch.object(functional, name, wraps(theirs)(call)))
 
@@ -49,28 +47,22 @@ def whole_batch(part_now: Callable[[], Part | None], stack: ExitStack) -> None:
     put("nll_loss", _mean_loss)
 
 
-def _given(theirs: Callable[..., torch.Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a function, by name."""
-    bound = signature(theirs).bind(*args, **options)
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def _batch_norm(theirs: Callable[..., torch.Tensor], part: Part | None, *args: Any, **options: Any) -> torch.Tensor:
-    given = _given(theirs, args, options)
-    if part is None or not given["training"]:
-        return theirs(*args, **options)
+def _batch_norm(theirs: Callable[..., torch.Tensor], part: Part, given: dict[str, Any]) -> torch.Tensor:
+    if not given["training"]:
+        return theirs(**given)
     names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
     return _normalised(part, *map(given.get, names))
 
 
 def _statistics(part: Part, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean and variance of each channel of the whole batch, and of how many numbers they are."""
+    x = x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
     own_var, own_mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
     row, rank = torch.cat([own_mean, own_var, x.new_full((1,), x.numel() // x.shape[1])]), part.lockstep.rank
     (rows,) = mixed(part, functional.pad(row[None], (0, 0, rank, part.lockstep.ranks - rank - 1)))
     (means, variances), counts = _unflat(rows[:, :-1], 1, (2, -1)).unbind(1), rows[:, -1:]
-    mean, n = (means * counts).sum(0) / counts.sum(), counts.sum()
+    n = counts.sum()
+    mean = (means * counts).sum(0) / n
     return mean, ((variances + (means - mean).square()) * counts).sum(0) / n, n
 
 
@@ -79,78 +71,50 @@ def _shaped(of_channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Normalised(Function):
-    """Batch normalisation by the whole batch. Gradients that autograd derives of its formula would lose digits."""
+    """Batch normalisation by the whole batch: torch's own forward, and its formula of the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        part: Part,
-        x: torch.Tensor,
-        weight: Any,
-        bias: Any,
-        of_mean: Any,
-        of_var: Any,
-        momentum: Any,
-        eps: Any,
+        ctx: Any, part: Part, x: torch.Tensor, weight: Any, bias: Any, of_mean: Any, of_var: Any, by: Any, eps: Any
     ) -> Any:
-        mean, var, n = _statistics(part, x.float() if x.dtype in {torch.float16, torch.bfloat16} else x)
+        mean, var, n = _statistics(part, x)
         for kept, found in ((of_mean, mean), (of_var, var * (n / (n - 1)))):
             if kept is not None:
-                kept.data.lerp_(found.to(kept.dtype), momentum)  # as torch's own, it is no change that autograd sees
-        ctx.save_for_backward(x, weight, bias, mean, torch.rsqrt(var + eps), n)
+                kept.data.lerp_(found.to(kept.dtype), by)  # as torch's own, it is no change that autograd sees
+        ctx.save_for_backward(x, weight, bias, mean, var, n)
         ctx.of = part, eps
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight, bias, mean, scale, n = ctx.saved_tensors
+        x, weight, bias, mean, var, n = ctx.saved_tensors
         part, eps = ctx.of
         if torch.is_grad_enabled():  # to be derived again
-            mean, var, _ = _statistics(part, x.to(mean.dtype))
-            normal = (x - _shaped(mean, x)) * _shaped(torch.rsqrt(var + eps), x)
-            scaled = normal if weight is None else normal * _shaped(weight, x)
-            result = scaled if bias is None else scaled + _shaped(bias, x)
-            given = [each for each in (x, weight, bias) if each is not None and each.requires_grad]
-            slopes = iter(torch.autograd.grad(result, given, grad, create_graph=True))
-            found = (next(slopes) if each is not None and each.requires_grad else None for each in (x, weight, bias))
-            return (None, *found, None, None, None, None)
-        wide, dims = grad.to(mean.dtype), [0, *range(2, x.dim())]
+            mean, var, n = _statistics(part, x)
+        wide, dims, scale = grad.to(mean.dtype), [0, *range(2, x.dim())], torch.rsqrt(var + eps)
         normal = (x - _shaped(mean, x)) * _shaped(scale, x)
-        sums_of = torch.stack([(wide * normal).sum(dims), wide.sum(dims)])
-        (found,) = part.lockstep.sum(part.doing, [sums_of]) or [sums_of]
-        mean_product, mean_slope = (_shaped(each, x) for each in found / n)
-        inner = normal.mul_(mean_product).add_(mean_slope).neg_().add_(wide)
-        of_x = inner.mul_(_shaped(scale if weight is None else scale * weight, x)).to(x.dtype)
+        of_weight, of_bias = (wide * normal).sum(dims), wide.sum(dims)
+        (found,) = mixed(part, torch.stack([of_weight, of_bias]))
+        product, slope = (_shaped(each, x) for each in found / n)
+        of_x = (wide - slope - normal * product) * _shaped(scale if weight is None else scale * weight, x)
         of_others = (
-            None if each is None else slope.to(each.dtype) for each, slope in zip((weight, bias), sums_of, strict=True)
+            None if each is None else own.to(each.dtype) for each, own in ((weight, of_weight), (bias, of_bias))
         )
-        return (None, of_x, *of_others, None, None, None, None)
+        return (None, of_x.to(x.dtype), *of_others, None, None, None, None)
 
 
 _normalised: Callable[..., torch.Tensor] = _Normalised.apply
 
 
-def _mean_loss(theirs: Callable[..., torch.Tensor], part: Part | None, *args: Any, **options: Any) -> torch.Tensor:
-    """Return a mean over all ranks' rows: of a part's call, or of rows that nobody has read yet."""
-    given = _given(theirs, args, options)
+def _mean_loss(theirs: Callable[..., torch.Tensor], part: Part, given: dict[str, Any]) -> torch.Tensor:
+    """Return a mean over all ranks' rows, of losses that count."""
     if given["reduction"] != "mean" or given["size_average"] is not None or given["reduce"] is not None:
-        return theirs(*args, **options)
-    if part is not None:
-        total, by = mixed(part, *_sums(theirs, given))
-        return total * by.reciprocal()
-    later, target = given["input"], given["target"]
-    part, layout, own = later.of_part
-    if later.is_read or layout.dim or target.requires_grad or len(target) != len(later):
-        return theirs(*args, **options)
-    total, by = sums(part, *_sums(theirs, {**given, "input": own, "target": part.cut(target, layout)}))
-    return total * by.reciprocal()
-
-
-def _sums(theirs: Callable[..., torch.Tensor], given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two sums whose ratio a mean is: of losses, and of the weights of what counts."""
+        return theirs(**given)
     total, target, weight = theirs(**{**given, "reduction": "sum"}), given["target"], given["weight"]
     if target.is_floating_point():  # of classes' probabilities
-        return total, total.new_tensor(target.numel() // target.shape[1 if target.dim() > 1 else 0])
-    counts = target != given["ignore_index"]
-    by = counts if weight is None else torch.where(counts, weight[torch.where(counts, target, 0)], 0.0)
-    return total, by.sum().to(total.dtype)
+        by = total.new_tensor(target.numel() // target.shape[1 if target.dim() > 1 else 0])
+    else:
+        counts = target != given["ignore_index"]
+        by = (counts if weight is None else torch.where(counts, weight[torch.where(counts, target, 0)], 0.0)).sum()
+    total, by = mixed(part, total, by.to(total.dtype))
+    return total * by.reciprocal()

@@ -15,11 +15,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_patch import autopatch
 from ddp_patch.errors import InvalidOptionError, WorldError
-from ddp_patch.running.divided import Layout, _joined, cut, slots_of, substituted
+from ddp_patch.running.divided import Layout, slots_of, substituted
 from ddp_patch.running.launch import ALONE, backend_here
-from ddp_patch.running.lockstep import apart
 from ddp_patch.running.random_numbers import Still
-from ddp_patch.running.trees import leaves_of, mapped, tensors_in
+from ddp_patch.running.trees import apart, leaves_of, mapped, tensors_in
 
 Pair = namedtuple("Pair", "first second")
 
@@ -55,15 +54,15 @@ def test_tensors_are_found_and_replaced_in_all_that_may_hold_them() -> None:
     assert leaves_of({"a": [one, "b"]}) == [one, "b"]
 
 
-@pytest.mark.parametrize("layout", [Layout("rows", 1), Layout("rows", 0), Layout("rows", 0, is_inner=True)])
+@pytest.mark.parametrize("layout", [Layout("rows", 1), Layout("rows", 0), Layout("inner rows", 0)])
 def test_parts_of_any_layout_make_up_the_whole(layout: Layout) -> None:
     whole = torch.arange(84).view(14, 6) if layout.dim else torch.arange(84).view(42, 2)
     n = 6 if layout.dim else 14
     sizes, at, parts = (n // 2, n // 2 - 1, n - n // 2 - (n // 2 - 1)), 0, []
     for size in sizes:
-        parts.append(cut(whole, layout, at, at + size, n))
+        parts.append(layout.cut(whole, at, at + size, n))
         at += size
-    assert torch.equal(_joined(parts, layout, sizes), whole)
+    assert torch.equal(layout.joined(parts, sizes), whole)
 
 
 def test_how_far_tensors_are_apart() -> None:

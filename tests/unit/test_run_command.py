@@ -18,8 +18,8 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
-import ddp_patch.running.command as command
 from ddp_patch.auditing.commands import commands
+from ddp_patch.running import command, launch
 from ddp_patch.running.check import _difference
 from ddp_patch.running.command import run
 
@@ -137,7 +137,7 @@ def test_ranks_start_with_all_that_should_be_equal(folder: Path, monkeypatch: py
         seen.append(dict(os.environ))
         return 0
 
-    monkeypatch.setattr(command, "started", started)
+    monkeypatch.setattr(launch, "started", started)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     outer = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-", "MASTER_PORT": "1"}  # as a container's job sets them
     for name, value in outer.items():

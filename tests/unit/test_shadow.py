@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_patch.running.overlay import Layer, kept, shadowed
+from ddp_patch.running.overlay import World, kept, shadowed
 
 
 def best_checkpoint() -> None:
@@ -126,6 +126,6 @@ def test_a_shadow_sees_what_it_made_in_the_world_as_it_was_and_leaves_nothing(
 def test_a_pipe_is_not_read_to_be_kept(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    past = Layer(str(tmp_path / "scratch"))
+    past = World([str(tmp_path / "scratch")], ())
     kept(past, str, ("changed",), pipe)  # reading it would wait for ever
     assert past.lies(str(pipe)) == str(pipe)
