@@ -1087,7 +1087,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         """,
     ),
     "noise of numpy's, by a generator in the module": (
-        "a generator that it holds",
+        "what it returns differs",
         """
         import numpy as np
 

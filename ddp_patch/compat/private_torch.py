@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, partialmethod
@@ -120,20 +120,6 @@ def tables_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], 
 def argument_names(operation: Any) -> list[str]:
     """Return the names of the arguments of an operation of torch, in their order."""
     return [each.name for each in operation._schema.arguments]
-
-
-_LATE = "Gathering rows when they are read"
-
-
-def tensor_without_numbers(kind: type[torch.Tensor], shape: Sequence[int], like: torch.Tensor) -> Any:
-    """Return a tensor of a class whose ``__torch_dispatch__`` knows its numbers."""
-    make = _private("torch.Tensor._make_wrapper_subclass", _LATE)
-    return make(kind, shape, dtype=like.dtype, device=like.device)
-
-
-def no_torch_function() -> Any:
-    """Return the ``__torch_function__`` of a class that has only ``__torch_dispatch__``."""
-    return _private("torch._C._disabled_torch_function_impl", _LATE)
 
 
 def is_within_transform() -> bool:
@@ -480,51 +466,6 @@ def replace_worker_seed(seed: int) -> None:
     except (AttributeError, TypeError) as error:
         name = "a worker info whose seed can be replaced"
         raise _lacking(name, "Seeding workers by rank", "Or use num_workers=0.") from error
-
-
-class _Items:
-    """Replaces a dataset while torch reads a batch of its items.
-
-    Args:
-        dataset: The dataset.
-        item_of: Returns an item, by the dataset and the index.
-    """
-
-    def __init__(self, dataset: Any, item_of: Callable[[Any, Any], Any]) -> None:
-        self._dataset, self._item_of = dataset, item_of
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._item_of(self._dataset, index)
-
-
-@contextmanager
-def items_changed(item_of: Callable[[Any, Any], Any], change: Callable[[Any], Any]) -> Iterator[None]:
-    """While entered, let torch's loaders, and workers that are forked, change the items of datasets.
-
-    Args:
-        item_of: Returns an item of a dataset, by the dataset and the index.
-        change: Returns the changed item.
-    """
-    of_map, of_stream = (
-        _private(f"torch.utils.data._utils.fetch.{name}", "Checking a script")
-        for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher")
-    )
-    fetch, make = of_map.fetch, of_stream.__init__
-
-    def fetching(self: Any, index: Any) -> Any:
-        dataset = self.dataset
-        self.dataset = _Items(dataset, lambda of, index: change(item_of(of, index)))
-        try:
-            return fetch(self, index)
-        finally:
-            self.dataset = dataset
-
-    def making(self: Any, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        self.dataset_iter = map(change, self.dataset_iter)
-
-    with patch.object(of_map, "fetch", fetching), patch.object(of_stream, "__init__", making):
-        yield
 
 
 def times_written(tensor: torch.Tensor) -> int:

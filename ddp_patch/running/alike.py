@@ -1,12 +1,12 @@
-"""What the world gives a script is the same on all ranks: the order of folders, the system's entropy, standard input.
+"""Give the script the same folders, system entropy and standard input on all ranks.
 
-Names in a folder are sorted, on a single rank, too. Rank 0 draws a secret when the run begins, and all ranks take the
-system's entropy from it by the number of the question: every rank runs the same lines, so it asks the same questions in
-the same order. What rank 0 reads from standard input, the others find in the store of the ranks.
+Names in a folder are sorted, on a single rank, too. System entropy is ``os.urandom`` and all that draws from it. Rank 0
+draws a secret when the run begins. The n-th question for entropy is answered by a hash of the secret and n: every rank
+runs the same lines, so its n-th question is the same. Rank 0 reads standard input, and sends it to the others.
 
-Entropy is replayed in the main thread of the main process. A thread, a worker or another process that the script starts
-draws its own, and so do torch, this package and Python's ``multiprocessing``, whose names have to differ. Clocks,
-process numbers, environments and the names of machines are each rank's own.
+Only the main thread of the main process is answered so. Threads, workers and other processes draw from the system, and
+so do torch, this package and Python's ``multiprocessing``, whose names have to differ. Clocks, process numbers,
+environments and names of machines differ between ranks.
 """
 
 import hashlib
@@ -16,10 +16,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from itertools import count
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 from zlib import crc32
 
@@ -27,32 +26,27 @@ import numpy as np
 
 from ddp_patch.compat import entropy
 from ddp_patch.compat.files import globbed_by_os
-from ddp_patch.errors import MissingRanksError
 from ddp_patch.loaders.hooks import OURS
 from ddp_patch.running.overlay import entries_of
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]  # torch leaves it out of what it exports
-
-
 _LIBRARY, _NUMPY = (os.path.dirname(str(module.__file__)) + os.sep for module in (os, np))
 _PACKAGES = ("site-packages", "dist-packages")  # which may lie in a folder of the library's
-# Between the script and what draws stand functions of these files.
+# Functions of these files stand between the script and the generator.
 _BETWEEN = {__file__, str(entropy.__file__)}
 _OF_RUNTIME = {"asyncio", "concurrent", "importlib", "multiprocessing"}  # of Python's library
 
-# The latest question of each session, the latest session last.
+# The latest question of each session. The latest session is the last.
 _asked: list[str] = []
 
 
 def asked() -> str:
-    """Return what this rank asked the world so far, to compare it with the other ranks when they meet."""
+    """Return the latest question of this rank, in words. The ranks compare it at each exchange."""
     return _asked[-1] if _asked else ""
 
 
 @contextmanager
 def asking_alone() -> Iterator[None]:
-    """Let this rank draw entropy of its own while entered, as often as it likes: other ranks do something else."""
+    """Draw from the system while entered, because other ranks do something else meanwhile."""
     _asked.append("")
     try:
         yield
@@ -62,7 +56,7 @@ def asking_alone() -> Iterator[None]:
 
 @contextmanager
 def folders_sorted() -> Iterator[None]:
-    """Let names in folders be sorted while entered, however the file system has them."""
+    """Sort the names in folders while entered."""
     list_own, scan_own = os.listdir, os.scandir
 
     def scandir(path: Any = ".") -> Any:
@@ -78,33 +72,13 @@ def folders_sorted() -> Iterator[None]:
 
 
 @contextmanager
-def alike(store: "Store", rank: int, timeout: float) -> Iterator[None]:
-    """Let entropy and standard input be rank 0's while entered.
+def alike(of_rank_0: Callable[[Callable[[], str]], str]) -> Iterator[None]:
+    """Give the script rank 0's entropy and standard input while entered.
 
     Args:
-        store: A store of these ranks, where no name is taken.
-        rank: This rank.
-        timeout: How many seconds ranks wait for rank 0.
-
-    Raises:
-        MissingRanksError: Rank 0 did not come within the timeout, or has ended.
+        of_rank_0: Calls a function on rank 0, and returns its result on every rank.
     """
-
-    def of_rank_0(name: str, find: Callable[[], bytes]) -> bytes:
-        if rank == 0:
-            store.set(name, found := find())  # type: ignore[arg-type]  # it takes bytes, too
-            return found
-        try:
-            store.wait([name], timedelta(seconds=timeout))
-            return bytes(store.get(name))
-        except RuntimeError as error:
-            raise MissingRanksError(
-                f"Rank {rank} waited for the {name} of rank 0, at most {timeout:g} s, and rank 0 did not give it "
-                f"({str(error).splitlines()[0]}). If it has ended, its own error says why. If not, let what the script "
-                "does next not follow from a clock, a process number or the name of a machine."
-            ) from None
-
-    secret, draw_own = of_rank_0("secret", lambda: os.urandom(32)), os.urandom
+    secret, draw_own = bytes.fromhex(of_rank_0(lambda: os.urandom(32).hex())), os.urandom
     process, numbers, sessions = os.getpid(), count(1), len(_asked) + 1
 
     def draw(size: int) -> bytes:
@@ -127,7 +101,7 @@ def alike(store: "Store", rank: int, timeout: float) -> Iterator[None]:
 
 
 def _asker(frame: FrameType | None) -> str:
-    """Return the line that asks, outside of Python's library and numpy; nothing if each rank has to ask for itself."""
+    """Return the script's line that asks; empty if a rank has to ask the system."""
     while frame is not None:
         file = frame.f_code.co_filename
         is_library = file.startswith(_NUMPY) or (file.startswith(_LIBRARY) and not any(x in file for x in _PACKAGES))
@@ -140,16 +114,11 @@ def _asker(frame: FrameType | None) -> str:
 
 
 class _Input(io.RawIOBase):
-    """Standard input, as rank 0 reads it. All ranks have the same file open: only rank 0 reads it.
+    """Standard input. All ranks have the same file open, and only rank 0 reads it."""
 
-    Args:
-        own: This rank's.
-        of_rank_0: Returns what rank 0 finds, by a name.
-    """
-
-    def __init__(self, own: Any, of_rank_0: Callable[[str, Callable[[], bytes]], bytes]) -> None:
+    def __init__(self, own: Any, of_rank_0: Callable[[Callable[[], str]], str]) -> None:
         super().__init__()
-        self._own, self._of_rank_0, self._reads = own, of_rank_0, 0
+        self._own, self._of_rank_0 = own, of_rank_0
 
     def isatty(self) -> bool:
         return bool(self._own.isatty())
@@ -158,7 +127,6 @@ class _Input(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self._reads += 1
-        data = self._of_rank_0(f"input {self._reads}", lambda: os.read(self._own.fileno(), len(buffer)))
+        data = bytes.fromhex(self._of_rank_0(lambda: os.read(self._own.fileno(), len(buffer)).hex()))
         buffer[: len(data)] = data
         return len(data)

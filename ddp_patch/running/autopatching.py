@@ -1,4 +1,4 @@
-"""Patch every loader that code makes at its first use, as frameworks do too; and say what became of each."""
+"""Patch every loader of a script or framework at its first use, and report the fate of each loader."""
 
 import functools
 import logging
@@ -181,7 +181,7 @@ _WIDTH = 100
 
 
 class Summary:
-    """What is done with a script while autopatch is on; ``str()`` of it says that.
+    """The report of a run; ``str()`` of it is a table.
 
     Attributes:
         records: The loaders that were used in a process group of several ranks, in that order.
@@ -193,7 +193,7 @@ class Summary:
 
     @property
     def lines(self) -> list[str]:
-        """What there is to say."""
+        """The lines of the report."""
         return []
 
     def __str__(self) -> str:
@@ -201,7 +201,7 @@ class Summary:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Hook what the script uses, while entered."""
+        """Hook loaders and models, while entered."""
 
         def registered(model: nn.Module, name: str, part: nn.Module | None) -> None:
             """Tell of a ``DistributedDataParallel`` or an FSDP model that is made: it registers the one it wraps."""
@@ -217,18 +217,18 @@ class Summary:
             yield
 
     def hook(self, stack: ExitStack) -> None:
-        """Hook what is this kind's, until the stack closes."""
+        """Add hooks, until the stack closes."""
 
     def wrapped(self, name: str) -> None:
-        """Note a model that averages gradients by itself."""
+        """Note a model that averages its gradients."""
 
     def _is_off(self) -> bool:
-        """Return whether a use is no matter: one that is exempt, or in a process that the script has forked."""
+        """Return whether to ignore a use: within ``unpatched()``, or in a forked process."""
         return is_off() or os.getpid() != self._process
 
 
 def _note_if_off(loader: DataLoader[Any]) -> None:
-    """Note of a loader that is being made whether that is within ``unpatched()``."""
+    """Mark a loader that is made within ``unpatched()``."""
     if is_off():
         vars(loader)[_LEFT_ALONE] = True
 
@@ -238,12 +238,12 @@ class UsedLoader:
     """A loader that was used.
 
     Attributes:
-        place: Where it was made.
-        what: What it is.
-        fate: What was done with it: it is patched, is left alone, or shards itself.
-        note: Why, or what else to report.
+        place: The line where it was made.
+        what: Its class, order and length.
+        fate: "patched", "left alone" or "shards itself".
+        note: The reason, if it was not patched.
         passes: How often it was iterated.
-        told: What the log says of its fate, if that is more than the word.
+        told: Ranks and steps, if it was patched.
     """
 
     place: str
@@ -255,7 +255,7 @@ class UsedLoader:
 
     @property
     def line(self) -> str:
-        """What the log says."""
+        """The line of the log."""
         return f"{self.place} {self.what}: {self.told or self.fate}" + (f" ({self.note})" if self.note else "")
 
 
@@ -309,7 +309,7 @@ class EachRank(Summary):
 
     @property
     def lines(self) -> list[str]:
-        """What there is to say: of each loader, and what else was noticed."""
+        """The lines of the report: loaders, patterns, and models without DDP."""
         if not self._had_world:
             return [
                 "No loader was used in a process group of several ranks, so none was patched. A script for one process "
@@ -338,7 +338,7 @@ class EachRank(Summary):
         return found
 
     def _decided(self, loader: DataLoader[Any], use: Use) -> UsedLoader | None:
-        """Decide what to do with a loader; None if a later use decides."""
+        """Decide the fate of a loader; None if a later use decides."""
         with unpatched():  # what looking at it iterates
             world = self._world()
             if world is None:
@@ -391,9 +391,9 @@ class EachRank(Summary):
         return f"its batches come from another loader, in {name!r}" if is_around else ""
 
     def _shard(self, loader: DataLoader[Any], record: UsedLoader, world: World, use: Use) -> None:
-        """Put a rank's share into a loader itself, so that all references to it have that.
+        """Change the loader itself to this rank's share, so that all references to it are patched.
 
-        If that fails, the loader stays as it was, and the error says which one it is, and how to leave it out.
+        If that fails, the loader stays as it was, and the error names it and says how to leave it out.
         """
         before = dict(vars(loader))
         try:
@@ -422,7 +422,7 @@ def made_at(loader: DataLoader[Any]) -> str:
 
 
 def _compared(loader: DataLoader[Any]) -> str:
-    """Return which loader of the script it is, in words that are the same on every rank, whose folders may differ."""
+    """Return words that identify a loader on all ranks, even if their folders differ."""
     if (where := made(loader)) is None:
         return f"a {type(loader).__name__} that was made before autopatch was on"
     place, caller = (each.rpartition(os.sep)[2] for each in (where.place, where.caller))
@@ -430,7 +430,7 @@ def _compared(loader: DataLoader[Any]) -> str:
 
 
 def _what_it_is(facts: LoaderFacts[Any]) -> str:
-    """Return what a loader is, in words: ``DataLoader, shuffled, 50,000 samples``."""
+    """Return a loader's class, order and length: ``DataLoader, shuffled, 50,000 samples``."""
     n = facts.stream.length if facts.sharded_by is None else None
     length = "" if n is None else f", {counted(n, 'batch' if facts.unit is ShardedUnit.BATCH else 'sample')}"
     source = facts.stream.source
@@ -441,10 +441,10 @@ def _what_it_is(facts: LoaderFacts[Any]) -> str:
 
 
 def _user_of(loader: DataLoader[Any]) -> object | None:
-    """Return what uses a loader for its own purposes, if it is one of these; None if the script does.
+    """Return the object that uses a loader, if this is not the script; None if it is.
 
-    The loader's constructor, before it is finished; an iterator that fetches a batch of another loader, which shares
-    what its dataset reads; or a loader of accelerate's around it, which shards by itself.
+    The object may be the loader in its own constructor; an iterator that reads a batch of another loader; or a loader
+    of accelerate around this one, which shards by itself.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -477,7 +477,7 @@ def _patterns(given: Mapping[str, str | Sequence[str]]) -> _Patterns:
 
 
 def _matches(patterns: _Patterns, loader: DataLoader[Any]) -> bool:
-    """Return whether a loader was made at one of these lines, and note which ones."""
+    """Return whether a loader was made at one of these lines, and note which patterns match."""
     where = made(loader)
     place = "" if where is None else where.place.replace(os.sep, "/")
     full = {key: key[1] if ":" in key[1] else f"{key[1]}:*" for key in patterns}

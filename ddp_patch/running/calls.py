@@ -1,7 +1,9 @@
-"""Divide the outermost calls of modules that have parameters; all else of a script is whole on every rank.
+"""Divide the outermost calls of modules that have parameters. Every rank computes all else of a script.
 
-The first call of a form is whole. The 2nd, 4th, 8th .. 64th, and every 64th after that, is made whole and by parts, and
-compared (``comparing``). What was the same is divided; all else stays whole, which is right and not faster.
+A call is *whole* where every rank computes all rows, and *divided* where each rank computes its own rows. Calls of a
+module with similar arguments have one *form*. The first call of a form is whole. The 2nd, 4th, 8th .. 64th call, and
+every 64th after that, is made in both ways and compared (``comparing``). If both are the same, the form is divided from
+then on. If not, its calls stay whole: as right as in one process, and not faster.
 """
 
 import os
@@ -30,28 +32,28 @@ from ddp_patch.running.whole_batch import whole_batch
 from ddp_patch.validation import counted
 
 original_call: Callable[..., Any] = nn.Module.__call__
-_MOST_ROWS = 4  # dimensions that are tried
-_CLOSE = 1e-4  # how far what ranks compute alike may be apart, as a part of the norm
+_MOST_ROWS = 4  # numbers of rows that are tried
+_CLOSE = 1e-4  # the largest difference between ranks, divided by the norm
 _is_traced: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # torch does not list it
-# What draws them gets other numbers than in one process.
+# Within divided calls, random numbers are not those of one process.
 _DRAWN = "the same but for dropout (random numbers drawn within divided calls)"
-# So that what calls have returned is right.
+# Reasons that appear later, and do not make the results of earlier calls wrong.
 _HARMLESS = ("a part of it raises", "it raises", "it leaves")
 
 
 @dataclass(eq=False)
 class Form:
-    """How calls of one module with arguments of one form are made.
+    """How the calls of one module with similar arguments are made.
 
     Attributes:
-        calls: How many there were.
-        right: Which one was the last that was compared, and the same by parts.
-        why_whole: Why all are whole; empty if they are not, or if none could be compared yet.
-        rows: In which dimension each tensor that is given has the rows, or None; empty if no call is divided yet.
-        layouts: How the parts of each tensor that a call returns make up the whole.
-        inner: How often something within a call sees the whole batch, as batch normalisation does.
-        changes: Whether a call changes what modules hold.
-        gain: How many times as fast the latest call that was compared was by parts; 0 if that is not known.
+        calls: How many calls there were.
+        right: The number of the latest call that was compared, and was the same in both ways.
+        why_whole: Why calls are whole for good; empty if they are divided, or if no call was compared yet.
+        rows: The batch dimension of each tensor among the arguments, or None; empty if calls are not divided.
+        layouts: How the parts of each output tensor make up the whole.
+        inner: How often a function within the call computes over all ranks, such as batch normalisation.
+        changes: Whether a call changes buffers or attributes of modules.
+        gain: The time of the latest compared call, whole, divided by its time by parts; 0 if not measured.
     """
 
     calls: int = 0
@@ -69,13 +71,13 @@ class Called:
     """A module that the script has called.
 
     Attributes:
-        name: Where it was called first, and its class.
+        name: The line of its first call, and its class.
         calls: How many calls there were.
-        divided: How many of these were divided.
+        divided: How many calls were divided.
         draws: Whether a divided call has drawn random numbers.
         forms: The forms of its calls.
-        moving: The names of plain attributes that calls change.
-        latest: The part of the latest call, and what stood for parameters in it; no part if it was whole.
+        moving: The names of plain attributes that calls change, such as counters.
+        latest: The part of the latest call, and the tensors in the places of parameters; no part if it was whole.
         reasons: Why calls were whole.
     """
 
@@ -89,7 +91,7 @@ class Called:
     reasons: dict[str, None] = field(default_factory=dict)
 
     def line(self, ranks: int) -> str:
-        """What the summary says."""
+        """The line of the summary."""
         how = f"{self.divided} divided over {counted(ranks, 'rank')}" if self.divided else "whole on every rank"
         gain = next((form.gain for form in self.forms.values() if form.gain), 1.0)
         how += f", {gain:.1f} times as fast" if gain > 1 else ", no gain" if gain < 1 else ""
@@ -102,15 +104,15 @@ class Called:
 
 @dataclass
 class Given:
-    """What a call is given.
+    """The module and the arguments of a call.
 
     Attributes:
         module: The module.
-        args: By position.
-        options: By name.
-        modules: The module, and all in it.
-        slots: Where their parameters are.
-        tensors: All tensors that are given.
+        args: The arguments by position.
+        options: The arguments by name.
+        modules: The module and all modules in it.
+        slots: The places of their parameters.
+        tensors: All tensors among the arguments.
     """
 
     module: nn.Module
@@ -122,11 +124,11 @@ class Given:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained, each once."""
+        """The parameters that require a gradient, each once."""
         return list(dict.fromkeys(each for _, _, each in self.slots if each.requires_grad))
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other tensors."""
+        """Return the arguments with other tensors in place of these."""
         others = iter(tensors)
         args, options = mapped((self.args, self.options), lambda _: next(others))
         return args, options
@@ -136,30 +138,33 @@ class Calls:
     """Divides calls of modules.
 
     Args:
-        lockstep: The ranks.
-        tell: Tells the user something, once.
+        lockstep: The exchanges with the other ranks.
+        tell: Tells the user a sentence once.
+        compares_all: Whether to compare every call, not only the 2nd, 4th, 8th and so on.
 
     Attributes:
         records: The modules that were called.
-        gradients_are_own: Whether a call with gradients was whole since the last step.
+        gradients_are_own: Whether a call since the latest step was whole, so that each rank computed its gradients.
+        compared: How many calls were compared, and were the same in both ways.
     """
 
-    def __init__(self, lockstep: Lockstep, tell: Callable[[str], object]) -> None:
+    def __init__(self, lockstep: Lockstep, tell: Callable[[str], object], *, compares_all: bool = False) -> None:
         self.lockstep: Lockstep = lockstep
         self.records: list[Called] = []
         self.gradients_are_own: bool = False
-        self._tell = tell
+        self.compared: int = 0
+        self._tell, self._compares_all = tell, compares_all
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._part: Part | None = None
         self._depth = 0
         self._is_in_backward = backward_in_progress()
         self._known: MutableMapping[nn.Module, Called] = WeakKeyDictionary()
-        self._roots: MutableMapping[nn.Module, Called] = WeakKeyDictionary()  # in whose calls modules were called last
+        self._roots: MutableMapping[nn.Module, Called] = WeakKeyDictionary()  # whose calls called inner modules last
         self._root = Called("")
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hook calls of modules while entered."""
+        """Replace ``Module.__call__`` while entered."""
 
         def call(module: nn.Module, *args: Any, **options: Any) -> Any:
             if torch.compiler.is_compiling() or not self._is_scripts():
@@ -175,13 +180,13 @@ class Calls:
             yield
 
     def _is_scripts(self) -> bool:
-        """Return whether a call is the script's, not a worker's or a thread's, say."""
+        """Return whether a call may be divided: not one in a worker or a thread, say."""
         is_elsewhere = threading.get_ident() != self._thread and not self._is_in_backward()
         return not (is_elsewhere or os.getpid() != self._process or _is_traced() or is_off())
 
     @contextmanager
     def within(self, part: Part | None) -> Iterator[None]:
-        """Let calls be inner ones, of a divided call or of a whole one, while entered."""
+        """Mark calls as inner ones while entered: of a divided call with a part, of a whole one without."""
         before, self._part = self._part, part
         self._depth += 1
         try:
@@ -221,12 +226,12 @@ class Calls:
             called.moving |= {name for (name, a), (_, b) in zip(before, after, strict=False) if a is not b and a != b}
             return result
         is_compared = form.calls % 64 == 0 or (form.calls < 64 and form.calls & (form.calls - 1) == 0)
-        if is_compared and not is_in_backward:
+        if (is_compared or self._compares_all) and not is_in_backward:
             self._compare(called, form, given)
         return self._divided(called, form, given) if form.rows else self._whole(called, given)
 
     def _form_of(self, called: Called, given: Given) -> Form | None:
-        """Return what is known of a call's form; None if it is whole, because it has too few rows."""
+        """Return the form of a call; None if there are too few rows to divide."""
         device = given.tensors[0].device.type if given.tensors else "cpu"
         key = (
             tuple((each.dtype, each.requires_grad, tuple(size == 1 for size in each.shape)) for each in given.tensors),
@@ -241,7 +246,7 @@ class Calls:
         return form if enough else None
 
     def _whole(self, called: Called, given: Given, why: str = "") -> Any:
-        """Make a call whole."""
+        """Make a call whole, and tell why, if there is a reason."""
         if why:
             self._say_why(called, why)
         called.latest = None, {}
@@ -254,14 +259,14 @@ class Calls:
         self._tell(f"{called.name}: calls are whole on every rank, because {why}.")
 
     def _again(self, called: Called, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Make a call within a backward pass, which belongs to the latest call of the module that holds this one."""
+        """Make a call within a backward pass, as activation checkpointing does, in the same way as the forward call."""
         part, others = called.latest
         modules, slots = slots_of(module)
         with self.within(part), substituted(modules, slots, others):
             return original_call(module, *args, **options)
 
     def _divided(self, called: Called, form: Form, given: Given) -> Any:
-        """Make a call by parts; whole, if that fails on any rank."""
+        """Make a divided call; if it fails on any rank, make it whole on all."""
         part = Part(self.lockstep, f"calls {type(given.module).__name__}", size_of(given.tensors, form.rows))
         state = State(given.modules, draws=False) if form.changes else None
         has_drawn = False
@@ -290,19 +295,19 @@ class Calls:
         rows: Sequence[int | None],
         parameters: dict[nn.Parameter, torch.Tensor] | None = None,
     ) -> tuple[Any, dict[nn.Parameter, torch.Tensor]]:
-        """Call a module with this rank's rows.
+        """Call a module with the rows of this rank.
 
         Args:
-            given: What it is given.
-            part: Which rows these are.
-            rows: In which dimension each tensor has the rows.
-            parameters: What stands for parameters.
+            given: The module and its whole arguments.
+            part: The rows of this rank.
+            rows: The batch dimension of each tensor among the arguments.
+            parameters: Tensors to take in place of parameters.
 
         Returns:
-            What this part returns, and what stood for parameters.
+            The outputs for these rows, and the tensors that were in the places of parameters.
 
         Raises:
-            GivenUp: It raised an error on some rank.
+            GivenUp: The call raises an error on some rank.
         """
         others = {**(parameters or {})}
         trained = given.parameters if torch.is_grad_enabled() else []
@@ -327,17 +332,19 @@ class Calls:
         if why := compared(self, called, form, given):
             if form.rows and not why.startswith(_HARMLESS):
                 raise RankMismatchError(
-                    f"Call {form.calls} of {type(given.module).__name__}, first called at {called.name}, is not by "
-                    f"parts what it is whole: {why}. Call {form.right} was the last one that was compared, and it was "
-                    "the same: what was computed since then may be wrong. Make these calls within "
+                    f"Call {form.calls} of {type(given.module).__name__} is not by parts what it is whole: {why}. Call "
+                    f"{form.right} was the last one that was compared, and it was the same: what was computed since "
+                    f"then may be wrong. Make these calls (the first is at {called.name.rpartition(' ')[0]}) within "
                     "ddp_patch.unpatched(), where they are whole on every rank; or run the script on one."
                 )
             form.rows, form.why_whole = (), why
             self._say_why(called, why)
+        elif form.rows:
+            self.compared += 1
 
 
 def _fail(part: Part, why: str) -> NoReturn:
-    """Say on all ranks that this one's part has failed.
+    """Tell all ranks that the part of this rank has failed.
 
     Raises:
         GivenUp: Always.
@@ -350,19 +357,19 @@ def _fail(part: Part, why: str) -> NoReturn:
 
 
 def made_whole(output: Any, part: Part, layouts: Sequence[Layout], has_drawn: bool) -> tuple[Any, bool]:
-    """Make of what its parts return what a call returns.
+    """Gather the outputs of a divided call.
 
     Args:
-        output: What this rank's part returns.
-        part: Which rows these are.
-        layouts: How the parts of each tensor make up the whole.
+        output: The output of this rank's part.
+        part: The rows of this rank.
+        layouts: How the parts of each output tensor make up the whole.
         has_drawn: Whether this rank has drawn random numbers.
 
     Returns:
-        What the call returns, and whether some rank has drawn random numbers.
+        The output for all rows, and whether any rank has drawn random numbers.
 
     Raises:
-        GivenUp: These have other shapes than they had, or some part raised an error.
+        GivenUp: Some part has other shapes than when it was compared, or raised an error.
     """
     parts = tensors_in(output, objects=True)
     if len(parts) != len(layouts):
@@ -374,7 +381,7 @@ def made_whole(output: Any, part: Part, layouts: Sequence[Layout], has_drawn: bo
 
 
 def rows_of(tensors: Sequence[torch.Tensor], ranks: int) -> list[list[int | None]]:
-    """Return in which dimensions tensors may have the rows: a way for each number of rows."""
+    """Return possible batch dimensions of tensors: one list for each possible number of rows."""
     sized = [tensor for tensor in tensors if tensor.dim()]
     if not sized or len(sized[0]) < ranks:
         return []  # one sample, say, of many numbers
@@ -386,13 +393,13 @@ def rows_of(tensors: Sequence[torch.Tensor], ranks: int) -> list[list[int | None
 
 
 def size_of(tensors: Sequence[torch.Tensor], rows: Sequence[int | None]) -> int:
-    """Return how many rows there are; 0 if tensors do not have equally many."""
+    """Return the number of rows in these batch dimensions; 0 if it is not the same in all tensors."""
     sizes = {tensor.shape[dim] for tensor, dim in zip(tensors, rows, strict=True) if dim is not None}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _plain(modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:
-    """Return the plain attributes of modules."""
+    """Return the attributes of modules that are numbers, strings or None."""
     return [(name, value) for each in modules for name, value in vars(each).items() if type(value) in PLAIN]
 
 
@@ -400,7 +407,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _why_whole(given: Given) -> str:
-    """Return why nobody needs to try to divide a call; nothing if that is to be tried."""
+    """Return why a call is not even tried by parts; empty if it is to be tried."""
     if is_within_transform():
         return "it is called within torch.func"
     if any(each.layout != torch.strided or each.is_nested for each in given.tensors):

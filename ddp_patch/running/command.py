@@ -1,7 +1,6 @@
-"""The command that runs a script as it is: it starts the ranks, or takes those that a launcher has started."""
+"""The command ``ddp-patch run``: it starts ranks, or is a rank of a launcher, and runs the script."""
 
 import argparse
-import atexit
 import logging
 import os
 import runpy
@@ -15,11 +14,8 @@ from unittest.mock import patch
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import Options
 from ddp_patch.running import launch
-from ddp_patch.running.alike import alike
 from ddp_patch.running.autopatching import EachRank, Summary, logger
-from ddp_patch.running.check import RECORDING, check, recorded
 from ddp_patch.running.one_process import OneProcess
-from ddp_patch.running.overlay import shadowed
 from ddp_patch.running.random_numbers import seed_all
 
 DESCRIPTION = "Run a script on several ranks, unedited: as one process trains, or each loader patched at its first use."
@@ -29,12 +25,12 @@ _EPILOG = "ddp-patch run -n 8 train.py --epochs 3 starts 8 ranks on this machine
 def run(arguments: Sequence[str]) -> None:
     """Run ``ddp-patch run`` with these arguments.
 
-    It exits with 2 if an option is not valid; what the script raises is raised here. With ``-n``, where no launcher has
-    started this process, it starts the ranks, and exits with the code of the one that failed first.
+    The exit code is 2 if an option is not valid. With ``-n``, ranks are started, and the exit code is that of the rank
+    that failed first. Without, errors of the script are raised here.
     """
     parser = _parser()
     given = parser.parse_args(arguments)
-    starts = not launch.is_started() and (given.nproc_per_node is not None or given.check or not _is_here(given))
+    starts = not launch.is_started() and (given.nproc_per_node is not None or not _is_here(given))
     is_one = (given.mode or ("one" if starts or launch.is_started() else "ranks")) == "one"
     wrong = [*_mistakes(given, starts=starts, is_one=is_one)]
     try:
@@ -44,20 +40,19 @@ def run(arguments: Sequence[str]) -> None:
         wrong.append(str(error))
     if wrong:
         parser.error(wrong[0])
-    recording = Path(os.environ[RECORDING]) if RECORDING in os.environ else None
-    if starts and given.check and recording is None:
-        sys.exit(check(int(given.nproc_per_node), given.training_script, arguments))
     with ExitStack() as stack:
         if starts:
-            stack.enter_context(_started(given, arguments, recording, is_one=is_one))
+            stack.enter_context(_started(given, arguments, is_one=is_one))
         rank, told_last = launch.rank(), list[str]()
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
         if is_one:
-            session = OneProcess(options, on_error=stack.enter_context(launch.rank_zero_speaks(rank)))
-            _begin(given, recording, stack)
+            show = stack.enter_context(launch.rank_zero_speaks(rank))
+            session = OneProcess(options, on_error=show, checked=given.steps if given.check else 0)
+            launch.hide()
+            if launch.is_started():
+                launch.end_with_launcher()
+            seed_all(launch.drawn_seed() if given.seed is None else given.seed)
         _tell_on_stderr(stack)
-        if rank == 0 and is_one and launch.ranks() > 1 and recording is None:
-            logger.info("Nobody has compared this script's %s ranks with one: add --check to do that.", launch.ranks())
         stack.enter_context(session.running())
         try:
             names = _run_target(given.training_script, given.training_script_args, given.module)
@@ -68,7 +63,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Iterator[str]:
-    """Yield what is wrong with options together, before anything starts."""
+    """Yield sentences on options that do not go together."""
     launched = launch.ranks() if launch.is_rank() else 1
     tasks = "1" if launch.is_rank() else os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if not given.module and not Path(given.training_script).exists():
@@ -88,20 +83,17 @@ def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Itera
             f"a launcher has started {launched} ranks. Pass --mode one for a script that trains in one process, or "
             "--mode ranks for one that makes a process group: then each rank trains on its shard of each loader."
         )
-    is_several = (given.nproc_per_node or "").isdecimal() and int(given.nproc_per_node) > 1
-    if given.check and not (is_several and is_one and _is_here(given)):
-        yield "--check: pass the number of ranks to compare with one, as -n 4; for --mode one alone, on this machine."
+    if given.check and (not is_one or given.nproc_per_node == "1"):
+        yield "--check: pass the number of ranks to be checked, as -n 4; for --mode one alone."
     if is_one and (given.only or given.excepted):
         yield "--only and --except choose loaders to be sharded, and as one process none is. Pass --mode ranks, too."
 
 
-def _started(
-    given: argparse.Namespace, arguments: Sequence[str], recording: Path | None, *, is_one: bool
-) -> AbstractContextManager[None]:
-    """Start ranks, and exit with their code; a single one may be this process, where Python hashes as in the others."""
+def _started(given: argparse.Namespace, arguments: Sequence[str], *, is_one: bool) -> AbstractContextManager[None]:
+    """Start ranks, and exit with their exit code. A single rank is this process, if strings hash as in other runs."""
     if is_one and given.nproc_per_node == "1" and launch.hashes_alike() and _is_here(given):
-        return launch.alone(recording)
-    with launch.made_equal(recording):
+        return launch.alone()
+    with launch.made_equal():
         sys.exit(launch.started(given, arguments))
 
 
@@ -110,25 +102,8 @@ def _is_here(given: argparse.Namespace) -> bool:
     return given.nnodes in launch.ONE_NODE
 
 
-def _begin(given: argparse.Namespace, recording: Path | None, stack: ExitStack) -> None:
-    """Let ranks that train as one process start alike, and the others write elsewhere, until the stack closes."""
-    rank, ranks, is_kept = launch.rank(), launch.ranks(), recording is not None
-    launch.hide()
-    if launch.is_started():
-        launch.end_with_launcher()
-        if ranks > 1 or is_kept:
-            world = ExitStack()
-            world.enter_context(shadowed(rank, launch.shadows(), keep=is_kept, writes=not is_kept))
-            atexit.register(world.close)  # after what the script has registered, which writes, too
-        if ranks > 1:
-            stack.enter_context(alike(launch.store_of_ranks(), rank, Options().timeout))
-    seed_all(launch.drawn_seed() if given.seed is None else given.seed)
-    if recording is not None:
-        stack.enter_context(recorded(recording, rank, given.steps))
-
-
 def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[str, object]:
-    """Run a file as ``python target arguments...``, or a module as ``python -m target arguments...``: as ``__main__``.
+    """Run a file as ``python target`` does, or a module as ``python -m target`` does.
 
     First in ``sys.path`` is the file's folder, or the current one. ``sys.argv[0]`` is the file, the module's too.
 
@@ -145,7 +120,7 @@ def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return torchrun's parser with more options: what starts ranks is torchrun's own."""
+    """Return torchrun's parser with more options."""
     from torch.distributed.run import get_args_parser
 
     parser = argparse.ArgumentParser(
@@ -159,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add: Callable[..., Any] = parser.add_argument
     add("-n", dest="nproc_per_node", metavar="N", help="Start so many ranks on this machine: --nproc-per-node.")
-    add("--check", action="store_true", help="Compare the script's first steps on one rank and on N; exit with 0 or 1.")
+    add("--check", action="store_true", help="Compare all that ranks do in the first steps, write nothing, and end.")
     add("--steps", type=int, default=20, metavar="INT", help="How many steps to check (20).")
     modes = "Train as one process, the default with -n; or each rank on its shard, of a script that makes a group."
     add("--mode", choices=["one", "ranks"], help=modes)
@@ -173,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tell_on_stderr(stack: ExitStack) -> None:
-    """Print what is logged about loaders, whatever the script does with its own logs, until the stack closes."""
+    """Print the package's log on stderr, until the stack closes."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("ddp_patch: %(message)s"))
     stack.enter_context(patch.multiple(logger, propagate=False, handlers=[handler]))

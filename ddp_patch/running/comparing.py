@@ -1,6 +1,7 @@
-"""Make a call whole and by parts, and compare: what it returns, its gradients, and what it leaves behind.
+"""Make a call whole and by parts, and compare outputs, gradients, buffers, attributes and tensors that are left behind.
 
-Both are tries, with random numbers held still: what they change is put back, and what they print is not shown.
+Both are *tries* on copies of the arguments and parameters. Random numbers are held still. The changes of a try are
+undone, and its prints are not shown.
 """
 
 import gc
@@ -25,33 +26,34 @@ from ddp_patch.running.trees import PLAIN, State, apart, fixed_weights, leaves_o
 
 aten: Any = torch.ops.aten
 _Parameters: TypeAlias = dict[nn.Parameter, torch.Tensor]  # and what stands for them
-# How far apart a call may be by parts, as a part of the norm; gradients ten times as far.
+# The largest difference of an output, divided by its norm. Gradients may differ ten times as much.
 _CLOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 _CLOSE_HALF = 2e-2
-# How far a gradient may always be, of the norm of all: that of a bias before batch normalisation is rounding alone.
-_ROUNDINGS = 64  # of this many roundings of numbers; six were seen
+# A gradient may always differ by so much of the norm of all gradients: that of a bias before batch normalisation is
+# nothing but rounding.
+_ROUNDINGS = 64  # times the precision of the dtype; up to six were seen
 _ROUNDING_HALF = 2e-3
 _UNDECIDED = "what it returns is 0"
 
 
 @dataclass
 class _Try:
-    """What a try gave.
+    """The result of a try.
 
     Attributes:
-        output: What it returned.
-        layouts: How the parts of each tensor that it returned make up the whole.
-        scales: The largest norm of the parts of each: they may add up to nearly 0.
-        gradients: Of parameters and arguments, by name.
-        left: What modules and generators have afterwards, by name.
-        kept: Tensors that are held elsewhere afterwards.
-        counts: Whether it took a mean by a number that it has computed.
-        why: Why this call cannot be divided.
+        output: The leaves of the output.
+        laid: Of each output tensor, how its parts make up the whole, and the largest norm of a part.
+        inner: How often a function within the call has computed over all ranks.
+        gradients: The gradients of parameters and arguments, by name.
+        left: Buffers, attributes and states of generators after the call, by name.
+        kept: Other tensors that are still alive after the call.
+        counts: Whether the call divided by a number that it had computed.
+        why: Why the call cannot be divided; empty if it can.
     """
 
     output: list[Any] = field(default_factory=list)
-    layouts: Sequence[Layout] = ()
-    scales: Sequence[float] = ()
+    laid: Sequence[tuple[Layout, float]] = ()
+    inner: int = 0
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
     kept: list[torch.Tensor] = field(default_factory=list)
@@ -60,15 +62,15 @@ class _Try:
 
 
 def compared(calls: Calls, called: Called, form: Form, given: Given) -> str:
-    """Compare a call, and note in its form how calls are divided.
+    """Make a call in both ways. If both are the same, note in its form how to divide calls.
 
     Returns:
-        Why it is not the same by parts; empty if it is, or if this call does not show that.
+        Why the two are not the same; empty if they are, or if this call cannot show it.
     """
     reasons, before, state, lockstep = list[str](), called.latest, State(given.modules, draws=True), calls.lockstep
     made = partial(_made, calls, called, given, state)
     is_collecting = gc.isenabled()
-    gc.disable()  # so that what is held in cycles of references counts as what is held, whenever they are collected
+    gc.disable()  # tensors in reference cycles shall count as alive, whenever Python would collect them
     try:
         begin = time.perf_counter()
         whole = made(_whole)
@@ -84,7 +86,8 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str:
             reasons.append(_agreed(lockstep, why))
             if not reasons[-1]:
                 form.gain = (middle - begin) / (time.perf_counter() - middle) if form.rows else 0.0
-                form.right, form.rows, form.layouts, form.inner = form.calls, rows, parts.layouts, part.inner
+                form.right, form.rows, form.inner = form.calls, rows, parts.inner
+                form.layouts = [layout for layout, _ in parts.laid]
                 state.put_back()
                 form.changes = not _are_alike(state.now(), whole.left)
                 return ""
@@ -98,12 +101,12 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str:
 
 
 def _agreed(lockstep: Lockstep, why: str) -> str:
-    """Return the reason of the first rank that has one."""
+    """Return the reason of the lowest rank that has one."""
     return next(filter(None, lockstep.gathered(why)), "")
 
 
 def _whole(calls: Calls, called: Called, made: _Try, given: Given, parameters: _Parameters) -> Any:
-    """Make the call whole."""
+    """Make the call whole, with copies of parameters."""
     called.latest = None, parameters
     with calls.within(None), substituted(given.modules, given.slots, parameters):
         return original_call(given.module, *given.args, **given.options)
@@ -120,9 +123,9 @@ def _by_parts(
     given: Given,
     parameters: _Parameters,
 ) -> Any:
-    """Make the call by parts; where nobody knows how these make up the whole, find that."""
+    """Make the call by parts; find the layouts of the outputs if they are not known yet."""
     output, others = calls.by_parts(given, part, rows, parameters)
-    called.latest = part, others
+    called.latest, made.inner = (part, others), part.inner
     part.lockstep.meet(part.doing)  # where another rank may say that it has failed
     parts = tensors_in(output, objects=True)
     wholes = [each for each in whole.output if isinstance(each, torch.Tensor)]
@@ -130,20 +133,21 @@ def _by_parts(
     if any(len(each) != len(wholes) for each in shapes):
         raise GivenUp("it returns another number of tensors")
     of_ranks = part.of_ranks(parts, [*zip(*shapes, strict=True)]) or []
-    made.scales = [max(map(norm_of, each)) for each in of_ranks]
-    made.layouts = layouts or _laid_out(part, wholes, of_ranks, made.scales)
-    if whole.counts and any(each.kind == "mean" for each in made.layouts):
+    scales = [max(map(norm_of, each)) for each in of_ranks]
+    layouts = layouts or _laid_out(part, wholes, of_ranks, scales)
+    made.laid = [*zip(layouts, scales, strict=True)]
+    if whole.counts and any(each.kind == "mean" for each in layouts):
         raise GivenUp("it returns a mean by a number that it has computed")
-    return made_whole(output, part, made.layouts, False)[0]
+    return made_whole(output, part, layouts, False)[0]
 
 
 def _laid_out(
     part: Part, wholes: Sequence[torch.Tensor], of_ranks: Sequence[Sequence[torch.Tensor]], scales: Sequence[float]
 ) -> list[Layout]:
-    """Find how parts make up wholes, as rank 0 finds it.
+    """Find the layouts by which parts make up wholes. Rank 0 decides.
 
     Raises:
-        GivenUp: They do not.
+        GivenUp: There is no such layout.
     """
     found, why = list[Layout](), ""
     for at, (whole, parts, scale) in enumerate(zip(wholes, of_ranks, scales, strict=True)):
@@ -170,7 +174,7 @@ def _made(
     state: State,
     call: Callable[[Calls, Called, _Try, Given, _Parameters], Any],
 ) -> _Try:
-    """Make a try of copies of what the call is given, and note all that it does."""
+    """Make a call on copies of its arguments, and note what it computes, changes and keeps."""
     state.put_back()
     torch.default_generator.manual_seed(0)
     names = {each: name for name, each in of_script.module.named_parameters()}
@@ -181,14 +185,14 @@ def _made(
 
     def note(func: Any, args: Any, result: Any, is_drawn: bool, draws_elsewhere: bool) -> None:
         if calls.lockstep.is_exchanging:
-            return  # of which the group's threads may hold tensors for a moment
+            return  # whose tensors the threads of the group may hold a moment longer
         made.counts = made.counts or (not is_drawn and _counts(func, args))
         made.why = "it draws from a generator of the script's own" if draws_elsewhere else made.why
         found = result if isinstance(result, list | tuple) else [result]
         new = (each for each in found if isinstance(each, torch.Tensor) and not any(each is arg for arg in args))
         refs.extend(map(ref, new))
 
-    # The hooks around the call see no tries, and compiled code would draw numbers that nobody holds still.
+    # Saved-tensor hooks of the script shall see no tries. Compiled code would draw random numbers past ``Still``.
     with redirect_stdout(printed), Still(note), saved_tensors_hooks(_as_it_is, _as_it_is), eager():
         try:
             output = call(calls, called, made, given, parameters)
@@ -226,7 +230,7 @@ def _differs(far: float, at: int, whole: torch.Tensor) -> str:
 
 
 def _derived(output: Any, own: Sequence[torch.Tensor], *, is_whole: bool) -> str:
-    """Compute the gradients of an output, each number of which weighs something; return why that cannot be."""
+    """Run the backward pass with fixed weights for all output numbers; return why the call cannot be compared."""
     for leaf in leaves_of(output):
         if type(leaf) not in {torch.Tensor, nn.Parameter, torch.dtype, torch.device, *PLAIN}:
             return f"it returns a {type(leaf).__name__}"
@@ -240,11 +244,11 @@ def _derived(output: Any, own: Sequence[torch.Tensor], *, is_whole: bool) -> str
 
 
 def _graph_leaves(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield what tensors are computed from that requires a gradient."""
+    """Yield the leaves of the autograd graph of some tensors."""
     yield from (each for each in roots if each.grad_fn is None)
     todo: list[Any] = [each.grad_fn for each in roots if each.grad_fn is not None]
     seen = {*todo}
-    for node in todo:  # which grows
+    for node in todo:  # the list grows
         if hasattr(node, "variable"):
             yield node.variable
         inner = {each for each, _ in node.next_functions if each is not None} - seen
@@ -261,7 +265,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _close(tensor: torch.Tensor) -> float:
-    """Return how far what is computed may be apart."""
+    """Return the difference that is allowed for a tensor of this dtype."""
     is_half = torch.is_autocast_enabled(tensor.device.type) or tensor.dtype in {torch.float16, torch.bfloat16}
     close = _CLOSE_HALF if is_half else _CLOSE.get(tensor.dtype, 0.0)
     return close * 10 if tensor.is_cuda else close
@@ -273,7 +277,7 @@ def _rounding(grad: torch.Tensor) -> float:
 
 
 def _difference(whole: _Try, parts: _Try) -> str:
-    """Return what of a call by parts is not what it is of a whole one."""
+    """Return what differs between a whole call and one by parts; empty if nothing does."""
     if kept := [name for name, found in whole.left.items() if not _are_alike(found, parts.left.get(name))]:
         return f"it keeps something of its rows in {kept[0]}"
     if len(whole.output) != len(parts.output) or any(
@@ -282,7 +286,7 @@ def _difference(whole: _Try, parts: _Try) -> str:
         return "it returns something else"
     pairs = [(a, b) for a, b in zip(whole.output, parts.output, strict=True) if isinstance(a, torch.Tensor)]
     for at, (a, b) in enumerate(pairs):
-        if (far := apart(a, b, parts.scales[at])) > _close(a):
+        if (far := apart(a, b, parts.laid[at][1])) > _close(a):
             return _differs(far, at, a)
     norms = [norm_of(each) for each in whole.gradients.values() if each is not None]
     norm = sum(each**2 for each in norms) ** 0.5
@@ -297,7 +301,7 @@ def _difference(whole: _Try, parts: _Try) -> str:
 
 
 def _are_alike(some: Any, others: Any) -> bool:
-    """Return whether two values are the same, but for rounding."""
+    """Return whether two values are equal but for rounding."""
     if isinstance(some, torch.Tensor):
         return isinstance(others, torch.Tensor) and apart(some, others) <= _close(some)
     if isinstance(some, dict):
@@ -308,7 +312,7 @@ def _are_alike(some: Any, others: Any) -> bool:
 
 
 def _counts(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operation takes a mean by a number that was computed, or of what it has chosen."""
+    """Return whether an operation divides by a computed number, or selects by a mask: a mean is then not over rows."""
     if func is aten.div.Tensor:
         return isinstance(args[1], torch.Tensor) and args[1].dim() == 0
     if func in {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}:

@@ -1,8 +1,8 @@
-"""Divide a call of a module: scatter rows, share parameters, gather rows; each is the other's gradient.
+"""Scatter the arguments of a call over the ranks, gather its outputs, and sum the gradients of its parameters.
 
-What all ranks have alike is *whole*, what each has for itself is *of a part*. ``scatter`` makes parts of wholes, and
-``gather`` wholes of parts; the gradient of each is the other one, so all can be derived again. What parts make up may
-be a sum: then a part of the whole is all of it, as parameters are.
+A *whole* tensor is the same on all ranks. A *part* is what one rank computes. ``scatter`` turns wholes into parts, and
+``gather`` turns parts into wholes. Each is the gradient of the other one, so autograd can derive both any number of
+times. Parameters are scattered with the layout "sum": each rank uses all of them, and their gradients are added up.
 """
 
 import math
@@ -22,26 +22,27 @@ from ddp_patch.running.lockstep import GivenUp, Lockstep
 
 @dataclass(frozen=True)
 class Layout:
-    """How parts make up a whole.
+    """How the parts of all ranks make up a whole tensor.
 
     Attributes:
-        kind: ``"rows"``; ``"inner rows"`` of several dimensions that were made one; ``"mean"`` of the parts' tensors,
-            weighed by rows; ``"sum"``; or ``"alike"`` on all ranks.
-        dim: In which dimension the rows are.
+        kind: ``"rows"``: parts are concatenated. ``"inner rows"``: the same, but the batch dimension was flattened with
+            an outer one. ``"mean"``: the mean of the parts, weighted by their numbers of rows. ``"sum"``. ``"alike"``:
+            every part is the whole.
+        dim: The batch dimension.
     """
 
     kind: str
     dim: int = 0
 
     def cut(self, whole: torch.Tensor, begin: int, end: int, n: int) -> torch.Tensor:
-        """Return some rows of a whole tensor, which has ``n``."""
+        """Return the rows from ``begin`` to ``end`` of a whole tensor with ``n`` rows."""
         dim, each = self.dim, whole.shape[self.dim] // n
         if self.kind == "rows":
             return whole.narrow(dim, begin * each, (end - begin) * each)
         return _unflat(whole, dim, (each, n)).narrow(dim + 1, begin, end - begin).flatten(dim, dim + 1)
 
     def joined(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-        """Return the whole of all ranks' parts, which have so many rows."""
+        """Return the whole that parts make up; ``sizes`` are their numbers of rows."""
         if self.kind == "rows":
             return torch.cat([*parts], self.dim)
         if self.kind == "inner rows":
@@ -58,12 +59,12 @@ _unflat: Callable[..., torch.Tensor] = torch.unflatten
 
 
 def layouts_of(whole: Sequence[int], parts: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Layout]:
-    """Return in which ways tensors of some shapes may be the parts of a whole of some shape.
+    """Return the layouts by which tensors of these shapes could make up a whole.
 
     Args:
         whole: The shape of the whole.
         parts: The shapes of the parts.
-        sizes: How many rows each part has.
+        sizes: The number of rows of each part.
 
     Examples:
         >>> layouts_of((8, 3), [(4, 3), (4, 3)], [4, 4])
@@ -83,13 +84,13 @@ def layouts_of(whole: Sequence[int], parts: Sequence[Sequence[int]], sizes: Sequ
 
 @dataclass
 class Part:
-    """Which rows of a call are this rank's, and with whom it exchanges.
+    """The rows of a call that this rank computes.
 
     Attributes:
-        lockstep: The ranks.
-        doing: What errors say that a rank does.
-        n: How many rows there are.
-        inner: How often something within the call has seen the whole batch.
+        lockstep: The exchanges with the other ranks.
+        doing: What a rank does, as errors say it.
+        n: The number of rows of all ranks.
+        inner: How often a function within the call has computed over the rows of all ranks.
     """
 
     lockstep: Lockstep
@@ -99,12 +100,12 @@ class Part:
 
     @property
     def sizes(self) -> list[int]:
-        """How many rows each rank has."""
+        """The number of rows of each rank."""
         ranks = self.lockstep.ranks
         return [self.n * (rank + 1) // ranks - self.n * rank // ranks for rank in range(ranks)]
 
     def of(self, whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return what this rank takes of a whole, so that all ranks' make up the whole."""
+        """Return this rank's part of a whole. The parts of all ranks make up the whole again."""
         rank, ranks = self.lockstep.rank, self.lockstep.ranks
         if "rows" in layout.kind:
             own = layout.cut(whole, self.n * rank // ranks, self.n * (rank + 1) // ranks, self.n)
@@ -112,11 +113,11 @@ class Part:
         return whole if layout == SUM else whole * (self.sizes[rank] / self.n)
 
     def of_ranks(self, tensors: Sequence[torch.Tensor], shapes: Any, usual: object = 0) -> list[Any] | None:
-        """Return, for each tensor, that of every rank; None if ``usual`` is not alike.
+        """Return, for each tensor, the tensors of all ranks; None if ``usual`` differs between ranks.
 
         Args:
-            tensors: This rank's.
-            shapes: For each tensor, the shapes of all ranks'.
+            tensors: The tensors of this rank.
+            shapes: For each tensor, the shapes on all ranks.
             usual: See ``Lockstep.gather``.
         """
         flat = [_padded(each) for each in tensors] or [torch.empty(0, dtype=torch.uint8)]
@@ -134,7 +135,7 @@ class Part:
         return found
 
     def _shapes(self, own: torch.Tensor, layout: Layout) -> list[list[int]]:
-        """Return the shapes of all ranks' tensors."""
+        """Return the shapes of a tensor on all ranks."""
         shape, each = [*own.shape], own.shape[layout.dim] // self.sizes[self.lockstep.rank] if own.dim() else 0
         is_rows, dim = "rows" in layout.kind, layout.dim
         return [[*shape[:dim], each * size, *shape[dim + 1 :]] if is_rows else shape for size in self.sizes]
@@ -142,15 +143,17 @@ class Part:
     def whole_of(
         self, parts: Sequence[torch.Tensor | None], layouts: Sequence[Layout], like: Sequence["_Like"]
     ) -> list[torch.Tensor | None]:
-        """Return the wholes that all ranks' parts make up: of those that some rank has, as its gradient may have none.
+        """Return the wholes that the parts of all ranks make up.
+
+        A part is None where a gradient is None. If it is None on some ranks only, it counts as zeros there.
 
         Args:
-            parts: This rank's.
-            layouts: How they make up the wholes.
-            like: Shape, dtype and device of each.
+            parts: The parts of this rank.
+            layouts: How the parts make up the wholes.
+            like: Shape, dtype and device of each part.
 
         Raises:
-            GivenUp: Other ranks have other shapes, so that they make up none.
+            GivenUp: The shapes of the ranks do not fit together.
         """
         for _ in range(2):
             there = [(each, layout) for each, layout in zip(parts, layouts, strict=True) if each is not None]
@@ -177,13 +180,13 @@ _ALIGNED = 16  # bytes, for any dtype
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor."""
+    """Return the bytes of a tensor, and zeros up to the next multiple of 16."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return functional.pad(flat, (0, -len(flat) % _ALIGNED)) if len(flat) % _ALIGNED else flat
 
 
 class _Between(Function):
-    """Wholes to parts, or parts to wholes: the gradient of each is the other one, so it can be derived again."""
+    """``scatter`` without ``like``, and ``gather`` with it. The backward pass of each is the other one."""
 
     @staticmethod
     def forward(
@@ -214,13 +217,13 @@ def _like(tensors: Sequence[torch.Tensor | None]) -> list[_Like]:
 
 
 def scatter(part: Part, layouts: Sequence[Layout], wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's parts of wholes."""
+    """Return the parts of wholes on this rank."""
     derived = [each.requires_grad and torch.is_grad_enabled() for each in wholes]
     found = [
         whole if is_derived or layout == SUM else part.of(whole, layout)
         for whole, layout, is_derived in zip(wholes, layouts, derived, strict=True)
     ]
-    for is_sum in (False, True):  # sums take less to send, so they go alone
+    for is_sum in (False, True):  # an all-reduce of sums sends less than gathering them with rows
         places = [at for at, layout in enumerate(layouts) if derived[at] and (layout == SUM) is is_sum]
         if places:
             parts = _between(part, [layouts[at] for at in places], None, *(wholes[at] for at in places))
@@ -230,27 +233,27 @@ def scatter(part: Part, layouts: Sequence[Layout], wholes: Sequence[torch.Tensor
 
 
 def gather(part: Part, layouts: Sequence[Layout], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the wholes of all ranks' parts."""
+    """Return the wholes that the parts of all ranks make up."""
     wholes: tuple[torch.Tensor, ...] = _between(part, layouts, _like(parts), *parts)
     return wholes
 
 
 def mixed(part: Part, *parts: torch.Tensor) -> list[torch.Tensor]:
-    """Return sums over all parts, for each part to go on with."""
+    """Return the sums of parts over all ranks, for each rank to compute on with: also the gradients are summed."""
     layouts = [SUM] * len(parts)
     return scatter(part, layouts, gather(part, layouts, parts))
 
 
 # ---- a module whose parameters are shared ----
 
-# The module that holds it, its name there, and the parameter.
+# Of each parameter: the module that holds it, the name there, and the parameter.
 Slots: TypeAlias = list[tuple[nn.Module, str, nn.Parameter]]
 
 
 def slots_of(module: nn.Module) -> tuple[list[nn.Module], Slots]:
-    """Return a module and all in it, each once, and where their parameters are."""
+    """Return a module and all modules in it, each once, and the places of their parameters."""
     modules, seen = [module], {module}
-    for each in modules:  # which grows
+    for each in modules:  # the list grows
         for inner in tables_of(each)[2].values():  # named_modules() takes ten times as long
             if inner is not None and inner not in seen:
                 seen.add(inner)
@@ -262,7 +265,7 @@ def slots_of(module: nn.Module) -> tuple[list[nn.Module], Slots]:
 
 @contextmanager
 def substituted(modules: Sequence[nn.Module], slots: Slots, others: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
-    """Let modules have other tensors in the place of parameters, while entered."""
+    """Put other tensors in the places of parameters, while entered."""
     with kept_weights(modules):
         try:
             for module, name, parameter in slots:

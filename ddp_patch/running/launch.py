@@ -1,7 +1,7 @@
-"""Start ranks, or take what a launcher has told this one: which it is, of how many, on which GPU, where they meet.
+"""Start ranks, and read from the environment which rank this process is, and on which GPU.
 
-A script that runs as one process is not to see that: many decide by ``RANK`` whether they are distributed. Rank 0 is
-the script, so it alone speaks.
+A script that runs as one process does not see its rank: many scripts decide by ``RANK`` whether they are distributed.
+Only rank 0 prints.
 """
 
 import argparse
@@ -17,14 +17,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from _ddp_patch_command import INTERRUPTED
 from ddp_patch.errors import MissingRanksError, WorldError
@@ -34,10 +32,10 @@ OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # of a single rank
 _NAMES = (*OF_RANK, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _PREFIXES = ("ROLE_", "TORCHELASTIC_")
-# The names under which a script may still read it.
+# Names under which a script may still read its rank.
 _OWN = {"DDP_PATCH_RANK": "RANK", "DDP_PATCH_WORLD_SIZE": "WORLD_SIZE"}
 
-# The environment's names of: the process that has started the ranks; where the files of ranks but the first one lie.
+# Variables with the process that has started the ranks, and with the folder of the shadows' files.
 _STARTED, _SHADOWS = "DDP_PATCH_STARTED", "DDP_PATCH_SHADOWS"
 
 ONE_NODE = {"1", "1:1"}  # as torchrun's --nnodes names this machine alone
@@ -47,27 +45,27 @@ _hidden: dict[str, str] = {}
 
 
 def told(name: str, default: str = "") -> str:
-    """Return what the launcher has put into the environment, hidden or not."""
+    """Return a variable of the launcher, hidden or not."""
     return os.environ.get(name, _hidden.get(name, default))
 
 
 def rank() -> int:
-    """Return which rank this process is."""
+    """Return the number of this rank."""
     return int(told("RANK", "0"))
 
 
 def ranks() -> int:
-    """Return how many ranks a launcher has started."""
+    """Return the number of ranks that a launcher has started."""
     return int(told("WORLD_SIZE", "1"))
 
 
 def is_rank() -> bool:
-    """Return whether a launcher has started this process as one of several, or as the only one."""
+    """Return whether a launcher has started this process as a rank."""
     return all(told(name) for name in OF_RANK)
 
 
 def hide() -> None:
-    """Hide it from the script, from now on; that may read ``DDP_PATCH_RANK`` and ``DDP_PATCH_WORLD_SIZE``."""
+    """Hide the launcher's variables from the script, except as ``DDP_PATCH_RANK`` and ``DDP_PATCH_WORLD_SIZE``."""
     if not all(map(os.environ.get, OF_RANK)):
         return
     _hidden.update({name: text for name, text in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)})
@@ -77,11 +75,11 @@ def hide() -> None:
 
 
 def is_hidden() -> bool:
-    """Return whether the script does not see which rank it is."""
+    """Return whether the launcher's variables are hidden from the script."""
     return is_rank() and _OWN.keys() <= os.environ.keys()
 
 
-_init_process_group = dist.init_process_group  # which scripts may not call
+_init_process_group = dist.init_process_group  # the session replaces it
 
 
 @contextmanager
@@ -96,17 +94,10 @@ def group_made(backend: str, **options: Any) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def store_of_ranks() -> Any:
-    """Return a store of the ranks that ``-n`` has started, before there is a process group."""
-    with patch.dict(os.environ, _hidden):
-        store, _, _ = next(rendezvous("env://"))
-    return dist.PrefixStore("ddp_patch", store)  # type: ignore[attr-defined]  # torch documents it
-
-
 def backend_here() -> str:
-    """Choose this rank's GPU, where there are some, and return the backend of a process group that uses it.
+    """Choose the GPU of this rank, if there are GPUs, and return the backend of the process group.
 
-    Ranks that ``-n`` has started share the GPUs if there are fewer of these, over gloo: NCCL takes one rank for each.
+    Ranks of ``-n`` share GPUs if there are fewer GPUs than ranks. The backend is gloo then: NCCL needs a GPU per rank.
 
     Raises:
         WorldError: The environment does not say which GPU is this rank's.
@@ -117,7 +108,7 @@ def backend_here() -> str:
     if is_started() and int(told("LOCAL_WORLD_SIZE")) > count:
         torch.cuda.set_device(int(told("LOCAL_RANK")) % count)
         return "gloo"
-    # A launcher may show each rank its own one alone.
+    # A launcher may show each rank only its own GPU.
     number = "0" if count == 1 else told("LOCAL_RANK").strip()
     if not number.isdecimal() or int(number) >= count:
         raise WorldError(
@@ -134,23 +125,23 @@ def is_started() -> bool:
 
 
 def shadows() -> str:
-    """Return the folder for what ranks but the first one write, where ``-n`` has started this process."""
-    again = told("TORCHELASTIC_RESTART_COUNT", "0")  # what was there before is another world then
-    return os.environ[_SHADOWS] if again == "0" else os.path.join(os.environ[_SHADOWS], f"restart-{again}")
+    """Return the folder of the shadows' files, if ``-n`` has made one."""
+    folder, again = os.environ.get(_SHADOWS, ""), told("TORCHELASTIC_RESTART_COUNT", "0")
+    return os.path.join(folder, f"restart-{again}") if folder else ""  # a restarted run sees what rank 0 left
 
 
 def drawn_seed() -> int:
-    """Return a seed that is the same on every rank of this run, because it follows from where they meet."""
+    """Return a seed from the address of this run: it is the same on all ranks."""
     return crc32(":".join(map(told, ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))).encode())
 
 
 def end_with_launcher() -> None:
-    """Let Linux end this rank when its launcher is killed, and let Ctrl-C be told to it alone, not to its workers."""
+    """End this rank when its launcher is killed (on Linux), and let its workers ignore Ctrl-C."""
     launcher = int(os.environ[_STARTED])
     os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGINT, signal.SIG_IGN))
     if sys.platform == "linux" and launcher != os.getpid():
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != launcher:  # it was killed before
+        if os.getppid() != launcher:  # the launcher was killed already
             os._exit(1)
 
 
@@ -158,20 +149,20 @@ def end_with_launcher() -> None:
 
 
 def started(given: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Start ranks that run ``ddp-patch run`` with these arguments, and wait for them.
+    """Start ranks of ``ddp-patch run``, and wait for them.
 
     Args:
         given: The arguments as torchrun's parser reads them.
         arguments: The arguments.
 
     Returns:
-        The exit code of the rank that failed first; 0 if none did, and 128 and its number if a signal ended it.
+        The exit code of the rank that failed first, or 0. If a signal ended that rank: 128 plus its number.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run as run_ranks
 
-    logging.disable(logging.ERROR)  # the launcher's own words about what the ranks have said
+    logging.disable(logging.ERROR)  # the ranks have shown their errors already
     here = given.nproc_per_node or "1"
     if here.isdecimal():
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, int(here)))))
@@ -191,29 +182,21 @@ def started(given: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def hashes_alike() -> bool:
-    """Return whether every process that Python starts here hashes strings as the others do."""
+    """Return whether strings have the same hashes in every process."""
     return os.environ.get("PYTHONHASHSEED", "random") != "random"
 
 
 @contextmanager
-def alone(kept: Path | None) -> Iterator[None]:
-    """Let this process be the only rank.
-
-    Args:
-        kept: The folder for what it writes; None if it writes where the script says.
-    """
-    with patch.dict(os.environ, {**ALONE, _STARTED: str(os.getpid()), _SHADOWS: str(kept)}):
+def alone() -> Iterator[None]:
+    """Make this process the only rank, while entered."""
+    with patch.dict(os.environ, {**ALONE, _STARTED: str(os.getpid())}):
         yield
 
 
 @contextmanager
-def made_equal(kept: Path | None) -> Iterator[None]:
-    """Let all that should be equal on the ranks start equal, while they run: hashes, the file system.
-
-    Args:
-        kept: The folder for what ranks write; None for one that is removed, for what ranks but the first one write.
-    """
-    folder = tempfile.mkdtemp(prefix="ddp_patch-") if kept is None else str(kept.resolve())
+def made_equal() -> Iterator[None]:
+    """Give all ranks one hash seed, and a folder for the shadows' files, while entered."""
+    folder = tempfile.mkdtemp(prefix="ddp_patch-")
     equal = {_STARTED: str(os.getpid()), _SHADOWS: folder}
     if not hashes_alike():
         equal["PYTHONHASHSEED"] = "0"
@@ -222,8 +205,7 @@ def made_equal(kept: Path | None) -> Iterator[None]:
         with patch.dict(os.environ, {**alone, **equal}, clear=True):
             yield
     finally:
-        if kept is None:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---- who speaks ----
@@ -231,15 +213,15 @@ def made_equal(kept: Path | None) -> Iterator[None]:
 
 @contextmanager
 def rank_zero_speaks(rank: int) -> Iterator[Callable[[BaseException], None]]:
-    """Silence every other rank while entered; show what ends this one, and end it with the exit code of Python.
+    """Silence every rank but rank 0 while entered. Show the error that ends this rank, and exit as Python does.
 
-    The files themselves are changed, so that the workers of loaders and libraries in C are silent, too.
+    The file descriptors are replaced, so that workers and libraries in C are silent, too.
 
     Args:
         rank: This rank.
 
     Yields:
-        What shows an error that ends this rank before all is left, with the rank before each line.
+        A function that shows an error, with the rank before each line.
     """
     stderr, seen = os.dup(2), list[BaseException]()
     if rank:
@@ -248,26 +230,20 @@ def rank_zero_speaks(rank: int) -> Iterator[Callable[[BaseException], None]]:
         os.dup2(silent, 1)
         os.dup2(silent, 2)
 
-    def write(text: str) -> None:
-        lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
-        with open(stderr, "wb", closefd=False) as out:
-            out.write(lines.encode(errors="replace"))
-
     def show(error: BaseException) -> None:
         if error not in seen and not isinstance(error, SystemExit | KeyboardInterrupt):
             seen.append(error)
-            write(_text_of(error))
+            lines = "".join(f"[rank {rank}] {line}\n" for line in _text_of(error).splitlines())
+            with open(stderr, "wb", closefd=False) as out:
+                out.write(lines.encode(errors="replace"))
 
     try:
         yield show
     except KeyboardInterrupt:
         if is_started():
-            _end_with_workers()  # for which torch would wait
+            _end_with_workers()  # torch would wait for them
         sys.exit(INTERRUPTED)
-    except SystemExit as ended:
-        if isinstance(ended.code, str):
-            write(ended.code)
-            sys.exit(1)
+    except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever the script raises
         show(error)
@@ -275,8 +251,8 @@ def rank_zero_speaks(rank: int) -> Iterator[Callable[[BaseException], None]]:
 
 
 def _text_of(error: BaseException) -> str:
-    """Return an error as Python shows it, from the first line of the script on."""
-    if isinstance(error, MissingRanksError):  # which says what the others did
+    """Return the traceback of an error, from the first line of the script on."""
+    if isinstance(error, MissingRanksError):  # the error says what the others did
         return f"{type(error).__name__}: {error}"
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((*OURS, "<frozen runpy>")):

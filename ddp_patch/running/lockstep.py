@@ -1,4 +1,8 @@
-"""Keep the ranks of a script in lockstep: each exchange begins with who does what, for the how manieth time."""
+"""Exchange tensors between the ranks of a script, and notice at each exchange whether the ranks still do the same.
+
+Every exchange begins with a block of fixed length. The block holds what this rank does (as a checksum), how many
+exchanges, calls and steps there were, and small tensors. A rank on another path is found there, and named.
+"""
 
 import json
 import sys
@@ -18,11 +22,11 @@ from ddp_patch.running.alike import asked
 from ddp_patch.running.trees import apart
 from ddp_patch.validation import counted
 
-# An exchange begins with a block of equal length on every rank: numbers, and what is small enough to go along.
-_HEADER, _ROOM = 48, 2**14  # in bytes; a tensor of any dtype may begin after the header
+# The lengths of the numbers, and of small tensors, in the block that begins an exchange.
+_HEADER, _ROOM = 48, 2**14  # in bytes; numbers of any dtype may begin at 48
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-# What errors say that ranks part by.
+# What errors tell the user to look for.
 _SAME_STEPS = (
     "let nothing that the script does follow from what differs between the ranks: a clock, the process's number, or "
     "random numbers that nobody has seeded."
@@ -30,14 +34,14 @@ _SAME_STEPS = (
 
 
 class GivenUp(BaseException):
-    """A call by parts was given up, because some rank's part of it has failed."""
+    """Ends a divided call on every rank, because the part of one rank has failed."""
 
     def __init__(self, why: str = "a part of it raises an error on another rank") -> None:
         super().__init__(why)
 
 
 def _exchange(exchanges: Callable[..., Any]) -> Any:
-    """Let a method say, while it runs, that new tensors are those of an exchange."""
+    """Mark the time that a method runs: tensors that are made meanwhile belong to an exchange."""
 
     @wraps(exchanges)
     def call(self: "Lockstep", *args: Any, **options: Any) -> Any:
@@ -51,14 +55,14 @@ def _exchange(exchanges: Callable[..., Any]) -> Any:
 
 
 class Lockstep:
-    """Compares what the ranks do next, each time before they communicate. A rank is alone until it joins others.
+    """The exchanges of a rank with the other ranks. A rank is alone until it joins a process group.
 
     Attributes:
-        rank: This rank.
-        ranks: How many there are.
+        rank: The number of this rank.
+        ranks: The number of ranks.
         calls: How many calls of modules the script has made.
-        steps: How many steps its optimizers made.
-        is_exchanging: Whether new tensors are an exchange's: threads of the group may hold these for a moment.
+        steps: How many steps the optimizers have made.
+        is_exchanging: Whether an exchange runs. Threads of the process group may hold its tensors for a moment longer.
     """
 
     def __init__(self) -> None:
@@ -82,36 +86,40 @@ class Lockstep:
 
     @property
     def done(self) -> str:
-        """What the script has done so far, in words."""
+        """How far the script is, in words."""
         return f"after {self.calls} calls of modules and {counted(self.steps, 'optimizer step')}"
 
     def meet(self, doing: str, usual: object = 0, *, has_failed: bool = False) -> bool:
-        """Wait until every rank does the same, and return whether ``usual`` is the same; see ``gather``."""
+        """Wait for all ranks, and return whether ``usual`` is the same on each; see ``gather``."""
         return self.gather(doing, _NOTHING, usual, has_failed=has_failed) is not None
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return each rank's value, which JSON can write."""
+        """Return the values of all ranks. JSON must be able to write a value."""
         flat = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(bytes(row.tolist())) for row in self.gather("compares what the ranks have", flat) or ()]
+
+    def of_rank_0(self, find: Callable[[], Any]) -> Any:
+        """Call a function on rank 0, and return its result on every rank."""
+        return self.gathered(find() if self.rank == 0 else None)[0]
 
     @_exchange
     def gather(
         self, doing: str, flat: torch.Tensor, usual: object = 0, *, has_failed: bool = False
     ) -> list[torch.Tensor] | None:
-        """Wait until every rank does the same, and gather bytes.
+        """Wait for all ranks, and gather their bytes.
 
         Args:
-            doing: What this rank does, in words.
-            flat: A flat tensor of bytes; each rank's has its own length.
-            usual: Numbers that may differ.
-            has_failed: Whether this rank's attempt has failed.
+            doing: What this rank does, in words. All ranks must do the same.
+            flat: A tensor of bytes with one dimension, of any length.
+            usual: Numbers that normally are the same on all ranks; a difference is no error.
+            has_failed: Whether the divided call of this rank has failed.
 
         Returns:
             Each rank's bytes; None if ``usual`` is not the same on every rank.
 
         Raises:
-            GivenUp: The attempt of some rank has failed.
-            RankMismatchError: Another rank does something else; every rank raises it.
+            GivenUp: The divided call of some rank has failed.
+            RankMismatchError: Another rank does something else. Every rank raises this error.
             MissingRanksError: Another rank did not come within the timeout, or has ended.
         """
         if self.ranks == 1:
@@ -140,17 +148,17 @@ class Lockstep:
         return [each[begins:][: abs(size)].to(flat.device) for each, size in zip(blocks, sizes, strict=True)]
 
     def _all(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Return each rank's tensor, all of one length."""
+        """Return the tensors of all ranks. All have the same length."""
         rows = [torch.empty_like(own) for _ in range(self.ranks)]
         self._together(lambda: dist.all_gather(rows, own, None if own.is_cuda else self._group))
         return rows
 
     @_exchange
     def sum(self, doing: str, tensors: Sequence[torch.Tensor], usual: object = 0) -> list[torch.Tensor] | None:
-        """Return the sums over all ranks of tensors that have the same shapes, dtypes and order on every rank.
+        """Add up tensors over all ranks. Their number, shapes and dtypes are the same on every rank.
 
         Returns:
-            The sums, the same to the bit on every rank; None if ``usual`` is not the same on every rank.
+            The sums, bitwise the same on every rank; None if ``usual`` is not the same on every rank.
         """
         is_small = sum(each.nbytes for each in tensors) <= _ROOM
         if is_small and len({(each.dtype, each.is_cuda) for each in tensors}) == 1:
@@ -160,7 +168,7 @@ class Lockstep:
         return self._in_flat(tensors, dist.all_reduce) if self.meet(doing, usual) else None
 
     def _in_flat(self, tensors: Sequence[torch.Tensor], communicate: Callable[[torch.Tensor], object]) -> list[Any]:
-        """Return what becomes of tensors that are communicated in one flat copy of each kind."""
+        """Communicate one flat copy of the tensors of each device and dtype, and return the results in their shapes."""
         found: list[Any] = [*tensors]
         for kind in dict.fromkeys((each.device, each.dtype) for each in tensors):
             places = [at for at, each in enumerate(tensors) if (each.device, each.dtype) == kind]
@@ -192,18 +200,18 @@ class Lockstep:
         )
 
     def require_alike(self, doing: str, named: Iterable[tuple[str, torch.Tensor]], close: float) -> list[torch.Tensor]:
-        """Meet, and compare tensors.
+        """Compare tensors with those of rank 0.
 
         Args:
             doing: What this rank does, in words.
-            named: The tensors, with their names.
-            close: How far they may be apart from rank 0's, as a part of their norm.
+            named: The names and the tensors.
+            close: The largest difference that is allowed, divided by the norm of rank 0's tensor.
 
         Returns:
-            Rank 0's tensors, if some are not the same to the bit; else none.
+            The tensors of rank 0 if a bit differs; otherwise an empty list.
 
         Raises:
-            RankMismatchError: They are further apart. Or as ``gather``.
+            RankMismatchError: A difference is larger. Or as ``gather``.
             MissingRanksError: As ``gather``.
         """
         names, tensors = [*zip(*named, strict=True)] or [(), ()]
@@ -226,7 +234,7 @@ def _has_nccl() -> bool:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Return a number of a dense tensor that is the same where all its bits are."""
+    """Return a checksum of the bits of a dense tensor."""
     flat = tensor.detach().contiguous().reshape(-1)
     return int(flat.view(_WHOLE_NUMBERS.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))
 

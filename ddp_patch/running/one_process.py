@@ -1,5 +1,6 @@
-"""Run a script of one process on several ranks as one: all run all of it, and divide the calls of its modules."""
+"""Run a script of one process on several ranks: every rank runs all of it, and the calls of its modules are divided."""
 
+import atexit
 import logging
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.compat.private_torch import default_store, read_by_parts
+from ddp_patch.compat.private_torch import read_by_parts
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.options import Options
 from ddp_patch.running import launch
@@ -33,32 +34,35 @@ from ddp_patch.running.random_numbers import seed_all
 from ddp_patch.running.reading import Read, Reading
 from ddp_patch.validation import counted
 
-# What only a script calls that has ranks of its own.
+# Functions that only a script with ranks of its own calls.
 _OF_RANKS = {"spawn": torch.multiprocessing, "start_processes": torch.multiprocessing, "init_process_group": dist}
-_CLOSE = 1e-3  # how far gradients that each rank has computed of whole batches may be apart, as a part of the norm
+_CLOSE = 1e-3  # the largest difference of gradients of whole calls between ranks, divided by the norm
 
 
 class OneProcess(Summary):
-    """Runs a script as one process.
+    """The run of a script as one process.
 
     Args:
         options: The seed, and how long a rank waits for others.
-        on_error: Called with what ends the script on this rank, before the others are told.
+        on_error: Called with the error that ends the script, before other ranks notice.
+        checked: Compare all calls and parameters, and end after so many steps; 0 to run as usual.
     """
 
-    def __init__(self, options: Options, *, on_error: Callable[[BaseException], object] = lambda error: None) -> None:
+    def __init__(
+        self, options: Options, *, on_error: Callable[[BaseException], object] = lambda error: None, checked: int = 0
+    ) -> None:
         super().__init__()
-        self._options, self._on_error = options, on_error
+        self._options, self._on_error, self._checked = options, on_error, checked
         self._readings: MutableMapping[DataLoader[Any], Reading] = WeakIdKeyDictionary()
-        self._read: dict[str, None] = {}  # what is said of loaders
+        self._read: dict[str, None] = {}  # the summary's lines on loaders
         self._stack = ExitStack()
         self._told: set[str] = set()
         self._lockstep = Lockstep()
-        self._calls = Calls(self._lockstep, self._tell)
+        self._calls = Calls(self._lockstep, self._tell, compares_all=checked > 0)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Hook calls of modules, passes, steps of optimizers and what makes process groups, while entered."""
+        """Join the other ranks. While entered, hook calls of modules, loaders, optimizers and process groups."""
         as_it_is: Callable[[Any], Any] = torch.compiler.disable  # a compiled step would trace what communicates
         with super().running(), self._stack as stack:
             stack.enter_context(folders_sorted())
@@ -82,19 +86,19 @@ class OneProcess(Summary):
                 self._finish()
 
     def _refuse_unless_alone(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Refuse a function that is for ranks of the script's own, if there are ranks already, or it sees none."""
+        """Refuse a function that is for a script with ranks of its own."""
         sees_none = launch.is_hidden() and name == "init_process_group"
         if (self._lockstep.ranks > 1 or sees_none) and os.getpid() == self._process:
             _refuse(self._lockstep.ranks, f"calls {name}()")
         return function(*args, **options)
 
     def wrapped(self, name: str) -> None:
-        """Refuse a model that averages gradients by itself."""
+        """Refuse a model that averages its gradients."""
         if self._lockstep.ranks > 1:
             _refuse(self._lockstep.ranks, f"wraps a model in {name}")
 
     def _reading_of(self, loader: DataLoader[Any]) -> Reading | None:
-        """Return how the batches of a loader are read; None if that may not be divided."""
+        """Return how to read the batches of a loader; None if every rank has to read all."""
         is_main = threading.current_thread() is threading.main_thread() and not self._is_off()
         starts = "fork"
         if loader.num_workers:
@@ -105,7 +109,8 @@ class OneProcess(Summary):
         if self._lockstep.ranks > 1 and loader not in self._readings:
             place = made_at(loader)
             decided = partial(self._decided, f"{place} {type(loader).__name__}: batches are read")
-            self._readings[loader] = Reading(self._lockstep, f"the loader made at {place}", decided)
+            named = f"the loader made at {os.path.basename(place)}"  # as on ranks whose folders differ
+            self._readings[loader] = Reading(self._lockstep, named, decided)
         return self._readings.get(loader)
 
     def _decided(self, loader: str, how: str) -> None:
@@ -114,17 +119,20 @@ class OneProcess(Summary):
 
     @property
     def lines(self) -> list[str]:
-        """What there is to say: of each loader whose reading was judged, of each model, and of all."""
+        """The lines of the summary: loaders, models, and the run."""
         ranks, calls = self._lockstep.ranks, self._calls.records
         found = [*self._read, *(each.line(ranks) for each in calls)]
         steps = counted(self._lockstep.steps, "optimizer step")
         found.append(f"{counted(ranks, 'rank')} trained as one process: {steps}.")
+        if self._checked:
+            n = counted(self._calls.compared, "call")
+            found.append(f"Checked: {n} made by parts and whole were the same, but for dropout and noise.")
         if ranks > 1 and not any(each.divided for each in calls):
             found.append("No call was divided: every rank computed all, and no time was saved but in reading.")
         return found
 
     def _join(self) -> None:
-        """Join the other ranks, and start as they do."""
+        """Join the other ranks, and let all start alike."""
         timeout, is_made = self._options.timeout, dist.is_initialized()
         if (dist.get_world_size() if is_made else launch.ranks()) > 1:
             if not is_made:
@@ -132,8 +140,7 @@ class OneProcess(Summary):
                 self._stack.enter_context(patch.object(dist, "is_initialized", _is_initialized))
             self._lockstep.join(timeout)
         is_first = self._lockstep.rank == 0 and self._lockstep.ranks > 1
-        # Else the command has made one.
-        home = tempfile.mkdtemp(prefix="ddp_patch-") if is_first and not launch.is_started() else ""
+        home = launch.shadows() or (tempfile.mkdtemp(prefix="ddp_patch-") if is_first else "")
         ranks = self._lockstep.gathered((torch.initial_seed(), hash("ddp_patch"), home))
         seed, _, home = ranks[0]
         if len({each for each, _, _ in ranks}) > 1:
@@ -144,16 +151,19 @@ class OneProcess(Summary):
                 "The ranks hash strings differently, so a set of strings has another order on each. Set "
                 "PYTHONHASHSEED=0 before they start."
             )
-        if home:
-            self._stack.enter_context(shadowed(self._lockstep.rank, home))
-            # By a name that no other session has.
-            store = dist.PrefixStore(home, default_store())  # type: ignore[attr-defined]  # torch documents it
-            self._stack.enter_context(alike(store, self._lockstep.rank, timeout))
+        if ranks[1:]:
+            world = ExitStack()
+            world.enter_context(shadowed(self._lockstep.rank, home, writes=not self._checked))
+            if launch.is_hidden():
+                atexit.register(world.close)  # after what the script has registered, which writes, too
+            else:
+                self._stack.callback(world.close)
+            self._stack.enter_context(alike(self._lockstep.of_rank_0))
         train = "1 rank trains" if not ranks[1:] else f"{len(ranks)} ranks train"
         self._tell(f"{train} as one process; random numbers follow from seed {seed % 2**63}", logging.INFO)
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
-        """Tell the user something, once, on the first rank."""
+        """Tell the user a sentence once, on rank 0."""
         if self._lockstep.rank == 0 and text not in self._told:
             self._told.add(text)
             logger.log(level, "%s", text)
@@ -161,19 +171,24 @@ class OneProcess(Summary):
     # ---- steps, and the end ----
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        """Let gradients that ranks have computed of whole batches be the same to the bit."""
-        if self._lockstep.ranks > 1 and self._calls.gradients_are_own:
+        """Make gradients of whole calls bitwise the same on all ranks. In a check, compare parameters, too."""
+        parameters = dict.fromkeys(each for group in optimizer.param_groups for each in group["params"])
+        if self._lockstep.ranks > 1 and (self._calls.gradients_are_own or self._checked):
             self._calls.gradients_are_own = False
-            parameters = dict.fromkeys(each for group in optimizer.param_groups for each in group["params"])
             grads = [each.grad for each in parameters if each.grad is not None and each.grad.layout == torch.strided]
             named = [(f"gradient {at} of {type(optimizer).__name__}", each) for at, each in enumerate(grads)]
             firsts = self._lockstep.require_alike("makes a step of an optimizer", named, _CLOSE)
             for grad, first in zip(grads, firsts, strict=False):
                 grad.data.copy_(first)
+        if self._checked:
+            named = [(f"parameter {at} of {type(optimizer).__name__}", each) for at, each in enumerate(parameters)]
+            self._lockstep.require_alike("makes a step of an optimizer", named, 0.0)
+            if self._lockstep.steps == self._checked:
+                sys.exit()
         self._lockstep.steps += 1
 
     def _finish(self) -> None:
-        """End together."""
+        """Wait for the end of all ranks."""
         try:
             self._lockstep.meet("has come to its end")
         except GivenUp:
@@ -189,7 +204,7 @@ def _refuse(ranks: int, does: str) -> NoReturn:
 
 
 def _explain(error: BaseException) -> None:
-    """Say in an error of the script what it may not see: its rank."""
+    """Add to an error that the script does not see its rank."""
     if isinstance(error, KeyError) and launch.is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
         error.add_note(
             f"ddp_patch: as one process, the script sees no {error.args[0]}. If it needs that, pass --mode ranks."
@@ -197,9 +212,9 @@ def _explain(error: BaseException) -> None:
 
 
 def _is_initialized() -> bool:
-    """Return whether there is a process group, to torch and this package alone.
+    """Return whether there is a process group, as torch and this package see it; the script sees none.
 
-    A script of one process has none: what asks sums up the counts of several ranks, which here count the same.
+    A library that saw one would add up the counts of several ranks, and here each rank has counted all.
     """
     asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
     return asks in {"torch", "ddp_patch"} and dist.distributed_c10d.is_initialized()

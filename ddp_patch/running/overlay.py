@@ -1,13 +1,14 @@
-"""A scratch world for the files of a rank that only shadows the first one.
+"""Keep the files of the other ranks, the *shadows*, apart from those of rank 0.
 
-The first rank is the script: what it writes is what a user finds. Every other rank runs the same lines, so it makes
-the same folders, removes the same files and reads back what it wrote. It does all that in a layer of its own, over the
-file system as that was when the run began. So each rank sees the world that it made, and no idiom of saving needs a
-rule of its own. There are two layers: before the first rank changes what is at a path, it takes that into the past;
-before another one does, it takes it into its own, and the call is then made there.
+Rank 0 writes where the script says. Every shadow runs the same lines: it makes the same folders, removes the same files
+and reads back what it wrote. All its changes go into a layer of its own, over the file system as it was when the run
+began. So each rank sees what it has made, and no way of saving needs a special rule.
+
+There are two layers. Before rank 0 changes what is at a path, it copies that into the layer "past", which shadows see.
+Before a shadow does, it copies that into its own layer, and makes the call there.
 
 Source:
-    The words and rules of Linux' overlayfs: copy up before a change, an upper folder that hides the lower one.
+    Linux' overlayfs: copy up before a change; an upper folder hides a lower one.
 """
 
 import io
@@ -29,34 +30,34 @@ import torch
 
 from ddp_patch.compat.files import files_opened_by
 
-# What a call does at a path: it looks, or it changes what is there, and follows links; or it changes which file has the
-# name; or it also moves all that is in a folder.
-_How: TypeAlias = Literal["", "seen", "changed", "replaced", "moved"]
+# What a call does with a path. "seen" and "changed" are about the file, and follow links. "replaced" and "removed" are
+# about the name. "moved" takes all that is in a folder along. Empty: the argument is no path.
+_How: TypeAlias = Literal["", "seen", "changed", "replaced", "removed", "moved"]
 
-# Functions of ``os``, and what they do at their paths. Of what some change, such as a file's mode, the first rank keeps
-# nothing.
+# Functions of ``os`` by what they do with their paths. Rank 0 keeps no copy for those of _TOUCHES.
 _LOOKS = ("access", "getxattr", "listxattr", "lstat", "pathconf", "readlink", "stat", "statvfs")
 _TOUCHES = ("chmod", "chown", "lchown", "removexattr", "setxattr", "utime")
 _CHANGES: dict[str, tuple[_How, ...]] = {
-    **dict.fromkeys(("mkdir", "remove", "rmdir", "unlink"), ("replaced",)),
+    **dict.fromkeys(("mkdir", "rmdir"), ("replaced",)),
+    **dict.fromkeys(("remove", "unlink"), ("removed",)),
     **dict.fromkeys(("rename", "replace"), ("moved", "replaced")),
-    "link": ("changed", "replaced"),  # as may be by its other name
+    "link": ("changed", "replaced"),  # by its new name, a file may change later
     "symlink": ("", "replaced"),
     "truncate": ("changed",),
 }
-_OF_LINKS = {"lchown", "link", "lstat", "readlink"}  # which are about a link, not what it names
+_OF_LINKS = {"lchown", "link", "lstat", "readlink"}  # these do not follow a link
 _CREATES: int = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# How functions of ``os`` are given their paths, and an open folder, in which a path is.
+# The names of arguments that are paths, and of those that are open folders.
 _NAMED = ("path", "src", "dst")
 _IN_FOLDERS = ("dir_fd", "src_dir_fd", "dst_dir_fd")
 _MOST_LINKS = 40  # as Linux follows them
 
-# Read and written where they are: devices, and caches, which several processes may write at once. Compilers and
-# libraries in C read them.
+# Devices and caches are read and written where they are: compilers and libraries in C use them, and several processes
+# may write a cache at once.
 _LEFT_ALONE = ("/dev", "/proc", "/sys", "~/.cache", "~/.triton", "~/.config/matplotlib")
 _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TRITON_CACHE_DIR", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR")
 
-# What opens the path that it is given in C.
+# Functions that open their path in C.
 _OPENED_IN_C: list[tuple[Any, str, tuple[_How, ...]]] = [
     (torch, "save", ("", "changed")),
     (torch, "load", ("seen",)),
@@ -64,13 +65,13 @@ _OPENED_IN_C: list[tuple[Any, str, tuple[_How, ...]]] = [
     (torch.jit, "load", ("seen",)),
     (torch.jit.RecursiveScriptModule, "save", ("", "changed")),  # type: ignore[attr-defined]  # torch does not list it
 ]
-# The functions themselves, before any is replaced.
+# The functions of the system, before any is replaced.
 real: Any = SimpleNamespace(**{name: function for name, function in vars(os).items() if callable(function)})
 open_file: Any = io.open
 
 
 def _mode(place: str) -> int:
-    """Return the mode of what lies at a place, which may be a link; 0 if nothing does."""
+    """Return the mode of a file, folder or link at a place; 0 if there is nothing."""
     try:
         mode: int = real.lstat(place).st_mode
     except (OSError, ValueError):
@@ -83,7 +84,7 @@ def _is_folder(place: str) -> bool:
 
 
 def _make_folders(place: str) -> None:
-    """Make a folder, and those that it is in."""
+    """Make a folder and its parents."""
     if not _mode(place):
         _make_folders(os.path.dirname(place))
         with suppress(FileExistsError):  # another rank made it meanwhile
@@ -91,11 +92,11 @@ def _make_folders(place: str) -> None:
 
 
 class World:
-    """Files that lie in layers over the disk. Within it, paths are whole, and without links.
+    """The file system as a rank sees it: layers over the disk. Paths within are absolute and have no links.
 
     Args:
-        layers: The folders of the layers, the uppermost first: that one takes what changes.
-        left_alone: Beginnings of paths that are read and written where they are.
+        layers: The folders of the layers. The first one is the uppermost, and takes all changes.
+        left_alone: Prefixes of paths that are read and written where they are.
     """
 
     def __init__(self, layers: Sequence[str], left_alone: tuple[str, ...]) -> None:
@@ -108,7 +109,7 @@ class World:
         return f"{path}{os.sep}".startswith(self._left_alone)
 
     def lies(self, path: str) -> str:
-        """Return where what is seen at a path lies; where nothing is, if nothing is seen there."""
+        """Return the place on the disk that a path means. Nothing is there if the path does not exist."""
         for layer in () if self.is_left_alone(path) else self._layers:
             here = f"{layer}/files{path}"
             if _mode(here) or _hides(layer, path):
@@ -126,7 +127,7 @@ class World:
         return sorted(name for name in found if _mode(self.lies(os.path.join(path, name))))
 
     def hide(self, path: str) -> None:
-        """Let nothing of what is below be seen at a path, and in it."""
+        """Hide a path of the lower layers, and all that is in it."""
         mark = f"{self._layers[0]}/hidden{path}"
         if _is_folder(mark):
             shutil.rmtree(mark)
@@ -136,22 +137,24 @@ class World:
                 pass
 
     def take(self, path: str, how: _How) -> None:
-        """Take what is seen at a path into the uppermost layer, before it changes."""
+        """Copy what is at a path into the uppermost layer, before it changes."""
         here, lies = self._files + path, self.lies(path)
         if _is_folder(lies):
             _make_folders(here)
             for name in self.names(path) if how == "moved" else ():
                 self.take(os.path.join(path, name), how)
-        elif lies != here and (
-            stat.S_ISREG(_mode(lies)) or stat.S_ISLNK(_mode(lies))
-        ):  # not a pipe, which holds nothing
-            _make_folders(os.path.dirname(here))
-            self._copy(lies, here)
         elif lies != here and not _mode(lies):
             self.hide(path)
+        elif lies != here and (stat.S_ISREG(_mode(lies)) or stat.S_ISLNK(_mode(lies))):  # a pipe holds nothing
+            _make_folders(os.path.dirname(here))
+            if how == "removed":  # nobody changes it any more, so a second name will do
+                with suppress(OSError):  # not on one disk
+                    real.link(lies, here, follow_symlinks=False)
+            if not _mode(here):
+                self._copy(lies, here)
 
     def _copy(self, source: str, target: str) -> None:
-        """Copy a file or a link, so that others see all of it or nothing."""
+        """Copy a file or a link. Other processes see all of it or nothing."""
         part = os.path.join(self._layers[0], f"{os.getpid()}-{get_ident()}")
         if stat.S_ISLNK(_mode(source)):
             real.symlink(real.readlink(source), part)
@@ -164,7 +167,7 @@ class World:
         real.replace(part, target)
 
     def seen(self, path: Any, *, follow: bool = True) -> str:
-        """Return a path whole, with links followed; that of a link itself if ``follow`` is false."""
+        """Return an absolute path without links; only the last name may stay a link, if ``follow`` is false."""
         text = os.fsdecode(path)
         if not text:
             return ""  # which no function takes
@@ -186,7 +189,7 @@ class World:
         return found
 
     def call(self, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
-        """Call a function on what is seen at its paths, taken into this world before; if it fails, take that back."""
+        """Call a function with the places that its paths mean, after what it changes was copied up."""
         given, renamed, stubs = [*args], list[str](), list[str]()
         for at, (path, how) in enumerate(zip(args, hows, strict=False)):
             if not how or not isinstance(path, str | bytes | os.PathLike):
@@ -199,11 +202,11 @@ class World:
             given[at] = self._files + seen
             if _is_folder(self.lies(os.path.dirname(seen))):
                 _make_folders(os.path.dirname(given[at]))
-            if how == "replaced":
+            if how in {"replaced", "removed"}:
                 stubs += self._stubs(seen)
             else:
                 self.take(seen, how)
-            renamed += [seen] if how in {"replaced", "moved"} else []
+            renamed += [seen] if how != "changed" else []
         try:
             result = function(*given, **options)
         except OSError:
@@ -215,7 +218,7 @@ class World:
         return result
 
     def _stubs(self, seen: str) -> Iterator[str]:
-        """Make what is as much in a call's way as what is seen at a path; yield what has to go if the call fails."""
+        """Put a stub where a call shall find something in its way; yield what to remove if the call fails."""
         stub, lies = self._files + seen, self.lies(seen)
         is_needed = lies != stub and _mode(lies) != 0
         if _is_folder(lies):
@@ -247,7 +250,7 @@ class World:
 
 
 def _hides(layer: str, path: str) -> bool:
-    """Return whether what is below a layer is not seen at a path: a file marks that, or a folder that it is in."""
+    """Return whether a layer hides a path of the lower ones: a file marks the path, or a folder that it is in."""
     try:
         return stat.S_ISREG(real.lstat(f"{layer}/hidden{path}").st_mode)
     except NotADirectoryError:
@@ -257,7 +260,7 @@ def _hides(layer: str, path: str) -> bool:
 
 
 class _Entry:
-    """What ``os.scandir`` yields, of a folder as it was given, and a name in it."""
+    """An entry of ``os.scandir``."""
 
     def __init__(self, folder: Any, name: Any) -> None:
         self.name, self.path = name, os.path.join(folder, name)
@@ -287,7 +290,7 @@ class _Entry:
 
 
 class _Entries(ExitStack, Iterator[Any]):
-    """What ``os.scandir`` returns: an iterator that can be entered and closed."""
+    """The iterator of ``os.scandir``, which can be entered and closed."""
 
     def __init__(self, entries: Iterator[Any]) -> None:
         super().__init__()
@@ -298,7 +301,7 @@ class _Entries(ExitStack, Iterator[Any]):
 
 
 def entries_of(entries: Iterable[Any]) -> Any:
-    """Return what ``os.scandir`` returns, with these entries."""
+    """Return an iterator as ``os.scandir`` does."""
     return _Entries(iter(entries))
 
 
@@ -306,17 +309,17 @@ def entries_of(entries: Iterable[Any]) -> Any:
 
 
 @contextmanager
-def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True) -> Iterator[None]:
-    """Let a rank but the first one write into a world of its own, while entered; the first one keeps what was.
+def shadowed(rank: int, folder: str, *, writes: bool = True) -> Iterator[None]:
+    """While entered, let a shadow write into a layer of its own, and let rank 0 keep what it changes.
 
     Args:
         rank: The rank.
-        folder: A folder of all ranks on this machine. Whoever leaves last removes it.
-        keep: Whether the folder stays.
-        writes: Whether the first rank writes where the script says.
+        folder: A folder for the layers of all ranks on this machine. The last rank removes it.
+        writes: Whether rank 0 writes where the script says; if not, it is a shadow, too.
     """
     home = os.path.realpath(folder)
     own, past = os.path.join(home, f"rank-{rank}"), os.path.join(home, "past")
+    here = real.getcwd()
     _make_folders(own)
     _make_folders(past)
     # Sockets of multiprocessing are made in C, in a folder that is made when it is first asked for.
@@ -332,28 +335,30 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
                 _put_over_os(world.call, world, stack)
             yield
     finally:
-        if not keep:
-            shutil.rmtree(own, ignore_errors=True)
-            with suppress(FileNotFoundError):  # another rank has removed it
-                if not any(name.startswith("rank-") for name in os.listdir(home)):
-                    shutil.rmtree(home, ignore_errors=True)
+        if rank or not writes:
+            with suppress(OSError):
+                real.chdir(here)  # the present folder may lie in the layer
+        shutil.rmtree(own, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another rank has removed it
+            if not any(name.startswith("rank-") for name in os.listdir(home)):
+                shutil.rmtree(home, ignore_errors=True)
 
 
 def kept(past: World, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
-    """Call a function on the first rank, after what it changes was taken into the past."""
+    """Call a function on rank 0, after what it changes was copied into the past."""
     for path, how in zip(args, hows, strict=False):
         if how not in {"", "seen"} and isinstance(path, str | bytes | os.PathLike):
             text = os.path.abspath(os.fsdecode(path))
             whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
             whole = os.path.realpath(whole) if how == "changed" else whole
             if not past.is_left_alone(whole):
-                with suppress(OSError):  # no reason for the first rank to fail: others then see what it makes of it
+                with suppress(OSError):  # a full disk, say, is no reason for rank 0 to fail
                     past.take(whole, how)
     return function(*args, **options)
 
 
 def _put_over_os(call: Callable[..., Any], world: World | None, stack: ExitStack) -> None:
-    """Let all that opens, finds, changes and removes files go through a world, until the stack closes."""
+    """Replace all functions that open, find, change and remove files, until the stack closes."""
 
     def open_any(file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
         kinds = {*mode} if isinstance(mode, str) else set[str]()
@@ -379,7 +384,7 @@ def _put_over_os(call: Callable[..., Any], world: World | None, stack: ExitStack
 
 
 def _bound(through: Callable[..., Any], function: Callable[..., Any], hows: Sequence[_How]) -> Callable[..., Any]:
-    """Return a function that goes through a world, whether its path is given by position or by name."""
+    """Return a function whose path may be given by position or by name."""
     takes = signature(function)
 
     @wraps(function)
@@ -391,7 +396,7 @@ def _bound(through: Callable[..., Any], function: Callable[..., Any], hows: Sequ
 
 
 def _of_paths(of_os: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return our function in the place of one of ``os``, which is called for open files, and paths in open folders."""
+    """Return a replacement of a function of ``os``, which itself is called for open files and open folders."""
 
     @wraps(of_os)
     def call(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Random numbers that are drawn within a call: each rank's own, and alike on all after it; or held still."""
+"""Random numbers within calls: different on each rank in divided calls, and fixed while calls are compared."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import torch
 
 from ddp_patch.compat.private_torch import DispatchMode, argument_names
 
-_APART = 0x9E3779B97F4A7C15  # between the seeds of ranks
+_APART = 0x9E3779B97F4A7C15  # the distance between the seeds of two ranks
 
 
 def seed_all(seed: int) -> None:
@@ -21,13 +21,13 @@ def seed_all(seed: int) -> None:
 
 
 def torch_states() -> list[torch.Tensor]:
-    """Return the states of torch's global generators."""
+    """Return the states of torch's global generators, on the CPU and on GPUs."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else [])]
 
 
 def put_torch_states(states: list[torch.Tensor]) -> None:
-    """Put states back."""
+    """Put torch's global generators into these states."""
     torch.set_rng_state(states[0])
     if states[1:]:
         torch.cuda.set_rng_state_all(states[1:])
@@ -35,14 +35,16 @@ def put_torch_states(states: list[torch.Tensor]) -> None:
 
 @contextmanager
 def own_numbers(rank: int, some_have_drawn: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Let a rank draw its own numbers while entered; then all go on alike, after one number if some rank has drawn any.
+    """Let each rank draw different random numbers while entered, and the same ones again afterwards.
+
+    If any rank has drawn, all generators go on one number further. If not, they go on as if nothing had happened.
 
     Args:
         rank: This rank.
-        some_have_drawn: Returns in the end whether some rank has drawn any.
+        some_have_drawn: Returns at the end whether any rank has drawn.
 
     Yields:
-        Returns whether this rank has drawn any so far.
+        A function that returns whether this rank has drawn.
     """
     before = torch_states()
     seed = (int(torch.randint(2**62, (), device="cpu")) + rank * _APART) % 2**63
@@ -58,11 +60,11 @@ def own_numbers(rank: int, some_have_drawn: Callable[[], bool]) -> Iterator[Call
 
 
 class Still(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    """Draws numbers that do not depend on how many rows there are, and moves no generator of torch's.
+    """Replaces random numbers by fixed ones that do not depend on the number of rows. No generator moves.
 
     Args:
-        note: Called with each operation, its arguments, what it returns, whether that is drawn, and whether from a
-            generator that it is given.
+        note: Called after each operation: with the operation, its arguments, its result, whether it draws, and whether
+            it was given a generator.
     """
 
     def __init__(self, note: Callable[[Any, Any, Any, bool, bool], object]) -> None:
@@ -77,7 +79,7 @@ class Still(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it u
 
 
 def eager() -> AbstractContextManager[object]:
-    """Let nothing be compiled while entered: nobody holds still what compiled code draws."""
+    """Run compiled functions uncompiled while entered, because compiled code draws past ``Still``."""
     stance: Callable[[str], AbstractContextManager[object]] = getattr(torch.compiler, "set_stance", nullcontext)
     return stance("force_eager")  # of torch 2.6 and newer
 
@@ -92,7 +94,7 @@ def _held(func: Any, args: Any, options: dict[str, Any]) -> Any:
 
 
 def _drawn(func: Any, args: Any, options: dict[str, Any]) -> Any:
-    """Return what stands for the result of an operation that draws random numbers."""
+    """Return the fixed result of an operation that draws."""
     name, named = func.overloadpacket.__name__, argument_names(func)
     given = {**dict(zip(named, args, strict=False)), **options}
     if name == "native_dropout" and given["train"] is not False:

@@ -1,8 +1,8 @@
-"""Read batches by parts where reading takes the time: each rank reads its samples, and ranks send these to each other.
+"""Read batches by parts: each rank reads its own samples of a batch, and the ranks send their samples to each other.
 
-The first batches of a loader are whole on every rank. If the script waits for them, one is read whole and by parts:
-where both are the same, no random number was drawn, and sending takes less than was waited for, each later batch is
-read by parts. A batch is then made of all its samples on every rank, by the loader's own function.
+Every rank reads the first batches of a loader whole. If the script waits for them, one batch is read in both ways.
+Later batches are read by parts if both were the same, no random number was drawn, and sending took less time than it
+saves. Every rank then makes the batch of all samples, by the loader's own ``collate_fn``.
 """
 
 import copyreg
@@ -23,22 +23,22 @@ from ddp_patch.running.autopatching import unpatched
 from ddp_patch.running.lockstep import Lockstep
 from ddp_patch.running.trees import PLAIN, leaves_of
 
-_MEASURED = 3  # batches, after each worker's first one, whose waits count
-_LEAST_S = 1e-2  # to wait less for a batch is not worth a word
+_MEASURED = 3  # batches are timed, after the first one of each worker
+_LEAST_S = 1e-2  # shorter waits are not worth a trial
 
 
 @dataclass
 class Read:
-    """What a rank reads of a batch, and then what it has read: of its own samples, or of all, to try that.
+    """A batch that is read by parts, before and after this rank has read its samples.
 
     Attributes:
-        indices: Those of the whole batch.
-        own: Where its own begin and end.
-        is_tried: Whether all are read.
-        sent: Its own samples, in bytes.
-        batch: The whole batch, where that is tried.
-        why: Why it cannot be read by parts.
-        before: The state of random numbers before, if no worker has read.
+        indices: The indices of the whole batch.
+        own: Where the indices of this rank begin and end.
+        is_tried: Whether the whole batch is read, too, to compare both.
+        sent: The samples of this rank, pickled.
+        batch: The whole batch, if it was read.
+        why: Why the batch cannot be read by parts.
+        before: The state of random numbers before, if this process reads and not a worker.
     """
 
     indices: list[Any]
@@ -49,14 +49,14 @@ class Read:
     why: str = ""
     before: GlobalState | None = None
 
-    @unpatched()  # modules that a dataset calls are called otherwise often on each rank
+    @unpatched()  # a module that the dataset calls is called another number of times on each rank
     def read(self, read: Callable[[list[Any]], Any], whole: Callable[[list[Any]], Any], dataset: Any) -> "Read":
-        """Read samples, in a worker if there are some.
+        """Read the samples of this rank, in a worker if there are workers.
 
         Args:
             read: Reads the samples of some indices.
             whole: Reads the batch of some indices.
-            dataset: What they are read from.
+            dataset: The dataset.
         """
         before, held = GlobalState.capture().copied(), _held(dataset)
         self.before = None if get_worker_info() else before
@@ -64,7 +64,7 @@ class Read:
             self.batch = whole(self.indices)
             self.why = _why_whole(before, held, dataset)
         if self.why:
-            return self  # what it changes shall not change twice
+            return self  # a dataset that changes shall not change twice
         try:
             with asking_alone():
                 samples = read(self.indices[slice(*self.own)])
@@ -78,19 +78,19 @@ class Read:
 
 
 def _why_whole(before: GlobalState, held: list[Any], dataset: Any) -> str:
-    """Return what reading has changed, so that all ranks have to read all."""
+    """Return what reading has changed: then every rank has to read all samples."""
     if GlobalState.capture().values() != before.values():
         return "reading draws random numbers"
     return "" if _held(dataset) == held else "its dataset changes when it is read"
 
 
 class Reading:
-    """How the batches of a loader are read.
+    """Decides how the batches of a loader are read.
 
     Args:
-        lockstep: The ranks.
-        loader: What errors call it.
-        decided: Called with how they are read, when that is decided.
+        lockstep: The exchanges with the other ranks.
+        loader: The loader, as errors name it.
+        decided: Called with the decision, in words.
     """
 
     def __init__(self, lockstep: Lockstep, loader: str, decided: Callable[[str], object]) -> None:
@@ -100,7 +100,7 @@ class Reading:
         self._wait = 0.0
 
     def indices(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield what is to be read of batches of indices."""
+        """Yield the indices of each batch, or a ``Read`` where a batch is read by parts."""
         rank, ranks = self._lockstep.rank, self._lockstep.ranks
         for batch in batches:
             if self._way == "whole":
@@ -111,14 +111,14 @@ class Reading:
             yield Read([*batch], (n * rank // ranks, n * (rank + 1) // ranks), is_tried)
 
     def batch(self, read: Any, waited: float, workers: int, made: Callable[[Any], Any], again: Any) -> Any:
-        """Return a batch, of what was read of it.
+        """Return the batch that the script gets.
 
         Args:
             read: The batch, or a ``Read``.
-            waited: How many seconds the script has waited for it.
-            workers: How many workers read.
+            waited: How many seconds the script has waited.
+            workers: The number of workers.
             made: Makes a batch of samples.
-            again: Reads the batch of some indices here.
+            again: Reads the batch of some indices in this process.
         """
         if threading.current_thread() is not threading.main_thread():  # where ranks exchange nothing
             self._way, self._waits = "whole", [0.0] * (max(1, workers) + _MEASURED)
@@ -137,7 +137,7 @@ class Reading:
         return float(sum(self._lockstep.gathered(seconds))) / self._lockstep.ranks
 
     def _tried(self, read: Read, made: Callable[[Any], Any]) -> Any:
-        """Judge a batch that was read whole and by parts."""
+        """Decide by a batch that was read in both ways."""
         self._lockstep.meet(self._doing)  # so that nobody waits for another rank to send
         why, began = read.why, time.perf_counter()
         samples = self._of_all(read)
@@ -155,7 +155,7 @@ class Reading:
         return read.batch
 
     def _of_all(self, read: Read) -> list[Any] | None:
-        """Return the samples of all ranks; None if one has none to send."""
+        """Return the samples of all ranks; None if a rank has none to send."""
         own = read.sent[:0] if read.why else read.sent
         of_ranks = self._lockstep.gather(self._doing, own) or []
         if not all(map(len, of_ranks)):
@@ -168,7 +168,7 @@ class Reading:
 
     @staticmethod
     def _whole(read: Read, again: Callable[[list[Any]], Any]) -> Any:
-        """Return a batch that is read whole after all, as on every rank."""
+        """Read a batch whole after all, as every rank does."""
         if read.before is not None:
             read.before.install()
         return again(read.indices) if read.batch is None else read.batch
@@ -179,7 +179,7 @@ def _unpickled(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tens
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """Return how a tensor is pickled: by its bytes, which takes a hundredth of the time that torch's own way does."""
+    """Return how to pickle a tensor: by its bytes, in a hundredth of the time that torch takes."""
     if tensor.requires_grad or tensor.is_cuda or tensor.layout != torch.strided:
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     flat = tensor.contiguous().view(-1).view(torch.uint8)
@@ -195,14 +195,14 @@ def _dumped(value: Any) -> bytes:
 
 
 def _are_same(some: Any, others: Any) -> bool:
-    """Return whether two batches hold the same."""
+    """Return whether two batches are equal."""
     a, b = leaves_of(some), leaves_of(others)
     leaves_are = (type(x) is type(y) and _dumped(x) == _dumped(y) for x, y in zip(a, b, strict=False))
     return type(some) is type(others) and len(a) == len(b) and all(leaves_are)
 
 
 def _held(dataset: Any) -> list[Any]:
-    """Return plain values that a dataset, and those that it wraps, hold; and of how many things lists are."""
+    """Return the plain attributes of a dataset and of those in it, and the lengths of its lists."""
     found: list[Any] = []
     while hasattr(dataset, "__dict__"):
         for value in vars(dataset).values():

@@ -1,4 +1,4 @@
-"""The tensors in what a module is given, or returns; what modules hold; and how far tensors are apart."""
+"""The tensors in nested arguments and outputs; the state of modules; and the difference of two tensors."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ _NO_HOLDERS = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.devi
 
 
 def _parts(value: Any, objects: bool) -> dict[Any, Any] | None:
-    """Return what a value holds, by key, index or name; None if it is no container."""
+    """Return the parts of a container by key, index or attribute; None if a value is no container."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, list | tuple):
@@ -28,12 +28,12 @@ def _parts(value: Any, objects: bool) -> dict[Any, Any] | None:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any], *, objects: bool = False) -> Any:
-    """Return a value with other tensors in it; what holds none is the same object.
+    """Return a value with other tensors in it. Containers without tensors stay the same objects.
 
     Args:
         value: A tensor, or a list, tuple, dict or dataclass of some, nested in any way.
-        change: Is given each tensor, in their order.
-        objects: Whether attributes of other objects count, too.
+        change: Returns the other tensor for each tensor, in their order.
+        objects: Whether to look into the attributes of any object.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -61,7 +61,7 @@ def _put(holder: Any, key: Any, part: Any) -> None:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return what a value is made of: tensors, and all that holds nothing."""
+    """Return the leaves of a nested value: tensors, and objects that hold nothing."""
     parts = None if isinstance(value, torch.Tensor) else _parts(value, True)
     return [value] if parts is None else [leaf for part in parts.values() for leaf in leaves_of(part)]
 
@@ -79,14 +79,14 @@ def tensors_in(value: Any, *, objects: bool = False) -> list[torch.Tensor]:
 
 
 class State:
-    """What modules hold beside their parameters, and the states of random generators.
+    """A copy of the buffers and attributes of modules, and of the states of random generators.
 
     Args:
         modules: The modules.
-        draws: Whether states of generators count: finding these takes long.
+        draws: Whether to copy states of generators; to find the generators takes long.
 
     Attributes:
-        tensors: The tensors that they hold.
+        tensors: The tensors that the modules held.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, draws: bool) -> None:
@@ -103,7 +103,7 @@ class State:
         self._drawing = (generator_states(modules), GlobalState.capture().copied(), torch_states()) if draws else None
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Put everything back."""
         for held, before in (*self._held, *self._lists):
             held.clear()
             (held.extend if isinstance(held, list) else held.update)(before)
@@ -118,7 +118,7 @@ class State:
             put_torch_states(of_torch)
 
     def now(self) -> dict[str, Any]:
-        """Return plain values and copies of tensors that they hold now, and states of generators."""
+        """Return the present plain attributes, copies of tensors, and states of generators, by name."""
         found: dict[str, Any] = {
             "the state of random numbers": GlobalState.capture().values()[1:],
             "a generator that it holds": generator_states(self._modules),
@@ -135,18 +135,20 @@ class State:
 
 
 def fixed_weights(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number for each of a tensor's, the same on every rank and each time."""
+    """Return different weights for the numbers of a tensor, always the same ones."""
     places = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
     return (1 + 0.5 * (0.7 * places).sin()).view(tensor.shape).to(tensor.dtype)
 
 
 def apart(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
-    """Return how far two tensors are apart, as a part of the first one's norm; infinity if one is no such tensor.
+    """Return the norm of the difference of two tensors, divided by the norm of the first one.
+
+    Infinity stands for other shapes, dtypes, or places of infinities and NaNs.
 
     Args:
-        a: One.
-        b: The other one.
-        least: What the norm is taken for if it is less.
+        a: One tensor.
+        b: Another tensor.
+        least: The least number to divide by.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")

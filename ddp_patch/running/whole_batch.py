@@ -1,4 +1,4 @@
-"""Let what sees the whole batch see it in divided calls: batch normalisation, and means of torch's losses."""
+"""Batch normalisation and mean losses of torch, computed over the rows of all ranks within divided calls."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,11 +18,11 @@ _untraced: Callable[[Any], Any] = torch.compiler.disable  # what communicates is
 
 
 def whole_batch(part_now: Callable[[], Part | None], stack: ExitStack) -> None:
-    """Let batch normalisation, and means of torch's over what is no row, see the whole batch in divided calls.
+    """Replace torch's functions while a divided call runs.
 
     Args:
-        part_now: Returns the part of the divided call that runs now.
-        stack: Ends that when it closes.
+        part_now: Returns the part of the divided call that runs now; None if none runs.
+        stack: Puts torch's functions back when it closes.
     """
 
     def put(name: str, ours: Callable[..., Any]) -> None:
@@ -55,7 +55,7 @@ def _batch_norm(theirs: Callable[..., torch.Tensor], part: Part, given: dict[str
 
 
 def _statistics(part: Part, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean and variance of each channel of the whole batch, and of how many numbers they are."""
+    """Return mean and variance of each channel over all ranks, and how many numbers of a channel there are."""
     x = x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
     own_var, own_mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
     row, rank = torch.cat([own_mean, own_var, x.new_full((1,), x.numel() // x.shape[1])]), part.lockstep.rank
@@ -71,7 +71,7 @@ def _shaped(of_channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Normalised(Function):
-    """Batch normalisation by the whole batch: torch's own forward, and its formula of the gradient."""
+    """Batch normalisation over all ranks: torch's own forward, and the usual formula of the gradient."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,8 @@ class _Normalised(Function):
         of_weight, of_bias = (wide * normal).sum(dims), wide.sum(dims)
         (found,) = mixed(part, torch.stack([of_weight, of_bias]))
         product, slope = (_shaped(each, x) for each in found / n)
-        of_x = (wide - slope - normal * product) * _shaped(scale if weight is None else scale * weight, x)
+        of_x = torch.addcmul(wide - slope, normal, product, value=-1)
+        of_x = of_x * _shaped(scale if weight is None else scale * weight, x)
         of_others = (
             None if each is None else own.to(each.dtype) for each, own in ((weight, of_weight), (bias, of_bias))
         )
@@ -107,7 +108,7 @@ _normalised: Callable[..., torch.Tensor] = _Normalised.apply
 
 
 def _mean_loss(theirs: Callable[..., torch.Tensor], part: Part, given: dict[str, Any]) -> torch.Tensor:
-    """Return a mean over all ranks' rows, of losses that count."""
+    """Return the mean loss over all ranks, of targets that are not to be ignored."""
     if given["reduction"] != "mean" or given["size_average"] is not None or given["reduce"] is not None:
         return theirs(**given)
     total, target, weight = theirs(**{**given, "reduction": "sum"}), given["target"], given["weight"]

@@ -111,12 +111,13 @@ def test_a_program_does_the_same_in_a_shadows_world_before_and_after_the_first_r
         alone_saw = run(program, prepared(alone))
         untouched = run([], prepared(here))
         with tempfile.TemporaryDirectory() as scratch:
-            with shadowed(1, scratch, keep=True):
+            Path(scratch, "rank-3").mkdir()  # whoever leaves last would remove the folder
+            with shadowed(1, scratch):
                 assert run(program, here) == alone_saw
             assert run([], here) == untouched
-            with shadowed(0, scratch, keep=True):
+            with shadowed(0, scratch):
                 assert run(program, here) == alone_saw
             made = run([], here)
-            with shadowed(2, scratch, keep=True):
+            with shadowed(2, scratch):
                 assert run(program, here) == alone_saw
             assert run([], here) == made

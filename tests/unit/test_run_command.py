@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -20,7 +19,6 @@ from click.testing import CliRunner
 
 from ddp_patch.auditing.commands import commands
 from ddp_patch.running import command, launch
-from ddp_patch.running.check import _difference
 from ddp_patch.running.command import run
 
 SCRIPT = """
@@ -89,6 +87,7 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
         (["script.py"], "--seed: invalid int value: '1.5'", {"DDP_PATCH_SEED": "1.5"}),
         (["--check", "script.py"], "-n 4", {}),
         (["--check", "--mode", "ranks", "-n", "2", "script.py"], "-n 4", {}),
+        (["--check", "-n", "1", "script.py"], "-n 4", {}),
         (["--mode", "ranks", "--only", "", "script.py"], "names no file", {}),
         (["--mode", "one", "--only", "a.py", "script.py"], "--only and --except", {}),
         (["-n", "2", "script.py"], "as rank 1 of 4", {"RANK": "1", "WORLD_SIZE": "4"}),
@@ -115,17 +114,6 @@ def test_wrong_usage_exits_with_2(
     said = seen.err[seen.err.find("ddp-patch run: error: ") :].splitlines()
     assert sum(len(textwrap.wrap(line, 120)) for line in said) <= 6
     assert not dist.is_initialized()
-
-
-def test_a_check_sees_what_is_no_number() -> None:
-    """Of one process alone, or of the ranks; and what else differs beside it."""
-    for a, b, differs in ((math.nan, 1.0, True), (1.0, math.nan, True), (math.nan, math.nan, False), (2.0, 1.0, True)):
-        mine, other = ([{"w": [1.0, 1.0]}, {"v": [math.nan, each], "w": [1.0, 1.0]}] for each in (a, b))
-        found, words = _difference(mine, other, 1e-8)
-        assert found is differs
-        assert ("step 2 on, first in v" in words) is differs
-    assert _difference([{"w": [1.0, 1e-17]}], [{"w": [1.0, 3e-17]}], 1e-8)[0] is False  # rounding alone
-    assert _difference([{"w": [1.0, 1.0]}], [], 1e-8) == (True, "one rank made 1 step, and several 0")
 
 
 def test_ranks_start_with_all_that_should_be_equal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
