@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ddp_patch.running.calls import Called, Calls, Form, Given, made_whole, original_call, rows_of, size_of
 from ddp_patch.running.divided import Layout, Part, layouts_of, substituted
-from ddp_patch.running.lockstep import GivenUp, Lockstep
+from ddp_patch.running.lockstep import GivenUp
 from ddp_patch.running.random_numbers import Still, eager
 from ddp_patch.running.trees import PLAIN, State, apart, fixed_weights, leaves_of, norm_of, tensors_in
 
@@ -74,7 +74,7 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str:
     try:
         begin = time.perf_counter()
         whole = made(_whole)
-        if why := _agreed(lockstep, whole.why):
+        if why := lockstep.agreed(whole.why):
             return why
         for rows in [form.rows] if form.rows else rows_of(given.tensors, lockstep.ranks):
             part = Part(lockstep, f"calls {type(given.module).__name__}", size_of(given.tensors, rows))
@@ -83,7 +83,7 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str:
             why = parts.why or _difference(whole, parts)
             if not (why or form.rows or _are_alike(whole.kept, parts.kept)):
                 why = "it leaves a tensor elsewhere than in what it returns"
-            reasons.append(_agreed(lockstep, why))
+            reasons.append(lockstep.agreed(why))
             if not reasons[-1]:
                 form.gain = (middle - begin) / (time.perf_counter() - middle) if form.rows else 0.0
                 form.right, form.rows, form.inner = form.calls, rows, parts.inner
@@ -98,11 +98,6 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str:
         torch.clear_autocast_cache()
         if is_collecting:
             gc.enable()
-
-
-def _agreed(lockstep: Lockstep, why: str) -> str:
-    """Return the reason of the lowest rank that has one."""
-    return next(filter(None, lockstep.gathered(why)), "")
 
 
 def _whole(calls: Calls, called: Called, made: _Try, given: Given, parameters: _Parameters) -> Any:

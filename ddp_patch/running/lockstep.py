@@ -23,7 +23,7 @@ from ddp_patch.running.trees import apart
 from ddp_patch.validation import counted
 
 # The lengths of the numbers, and of small tensors, in the block that begins an exchange.
-_HEADER, _ROOM = 48, 2**14  # in bytes; numbers of any dtype may begin at 48
+_HEADER, _ROOM = 48, 2**16  # in bytes; numbers of any dtype may begin at 48
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 # What errors tell the user to look for.
@@ -101,6 +101,10 @@ class Lockstep:
     def of_rank_0(self, find: Callable[[], Any]) -> Any:
         """Call a function on rank 0, and return its result on every rank."""
         return self.gathered(find() if self.rank == 0 else None)[0]
+
+    def agreed(self, why: str) -> str:
+        """Return the reason of the lowest rank that has one; empty if none has."""
+        return next(filter(None, self.gathered(why)), "")
 
     @_exchange
     def gather(

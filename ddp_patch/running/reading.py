@@ -146,7 +146,7 @@ class Reading:
         elif not _are_same(made(samples), read.batch):
             why = "its samples are not the same on every rank, or not when they were sent"
         cost = self._mean(time.perf_counter() - began)
-        why = next(filter(None, self._lockstep.gathered(why)), "")
+        why = self._lockstep.agreed(why)
         saved = self._wait * (1 - 1 / self._lockstep.ranks)
         if not why and cost > saved:
             why = f"sending would take {1e3 * cost:.0f} ms, and save {1e3 * saved:.0f} ms"
