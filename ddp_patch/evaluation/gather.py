@@ -156,7 +156,9 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], step: int |
 def _kept_group(ranks: Sequence[int], timeout: float) -> Iterator[Group]:
     """Yield the group in which these ranks gather. If this rank fails alone, the other ranks raise an error, too."""
     kept = kept_groups(ranks, "rows")
-    group = kept[0] if kept else made_group(ranks, "rows", GATHERING, timeout)
+    if not kept:
+        kept.append(made_group(ranks, GATHERING, timeout))
+    (group,) = kept
     try:
         yield group
     except DDPPatchError:

@@ -74,20 +74,20 @@ class Group:
         name: A name that no other group has.
         ranks: The global ranks, in order.
         index: This rank's number in the group.
-
-    Attributes:
-        is_lent: Whether a pass uses the group. Another pass that begins meanwhile makes a group of its own.
     """
 
     def __init__(self, gloo: Any, name: str, ranks: Sequence[int], index: int) -> None:
         self.name: str = name
         self.ranks: Sequence[int] = ranks
         self.index: int = index
-        self.is_lent: bool = False
         self._gloo, self._store, self._process = gloo, default_store(), os.getpid()
         self._connected: set[int] = set()  # the numbers of the ranks to which this rank has a connection
-        # The key for the first failing rank's reason, and for the reports of the other ranks.
-        self._words, self._has_said = f"ddp_patch/words/{name}", False
+        self._has_said = False
+
+    @property
+    def _words(self) -> str:
+        """The key for the first failing rank's reason, and for the reports of the other ranks."""
+        return f"ddp_patch/words/{self.name}"
 
     @property
     def is_closed(self) -> bool:
@@ -213,7 +213,7 @@ class Group:
 
 
 def kept_groups(members: Sequence[int], purpose: Literal["rows", "steps"]) -> list[Group]:
-    """Return this rank's groups of some ranks for a purpose, in the order in which the groups were made."""
+    """Return this rank's groups of some ranks for a purpose, by name. A pass takes its group out of this list."""
     world = dist.group.WORLD
     if world is None:  # the process group was destroyed, and so were its groups
         return []
@@ -222,7 +222,7 @@ def kept_groups(members: Sequence[int], purpose: Literal["rows", "steps"]) -> li
         _kept[world] = kept
         weakref.finalize(world, _close_all, kept).atexit = False
     groups = _kept[world].setdefault((tuple(members), purpose), [])
-    groups[:] = [group for group in groups if not group.is_closed]
+    groups[:] = sorted((group for group in groups if not group.is_closed), key=lambda group: group.name)
     return groups
 
 
@@ -232,12 +232,11 @@ def _close_all(kept: _Kept) -> None:
             group.close()
 
 
-def made_group(members: Sequence[int], purpose: Literal["rows", "steps"], doing: str, timeout: float) -> Group:
-    """Synchronise with the other ranks, and return a new group of all, which is kept.
+def made_group(members: Sequence[int], doing: str, timeout: float) -> Group:
+    """Synchronise with the other ranks, and return a new group of all.
 
     Args:
         members: The global ranks of the group, with this rank; in the same order on each rank.
-        purpose: What the group is for.
         doing: What the ranks are doing, for errors.
         timeout: How many seconds the ranks wait for each other.
 
@@ -250,9 +249,7 @@ def made_group(members: Sequence[int], purpose: Literal["rows", "steps"], doing:
         gloo = gloo_group(addresses, index, len(members), timedelta(seconds=timeout))
     except RuntimeError as error:
         raise _unreachable(doing, members, f"{error}") from error
-    group = Group(gloo, name, members, index)
-    kept_groups(members, purpose).append(group)
-    return group
+    return Group(gloo, name, members, index)
 
 
 def _unreachable(
@@ -292,7 +289,7 @@ def opened(
         RankMismatchError: The facts differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
     """
-    free = [group for group in kept_groups(members, "steps") if not group.is_lent]
+    world, free = dist.group.WORLD, kept_groups(members, "steps")
 
     def judge(records: Mapping[int, Mapping[str, Any]]) -> bool:
         """Return whether all ranks have the same group free, or none."""
@@ -303,8 +300,9 @@ def opened(
     if not exchange(members, doing, record, judge, timeout):
         while free:  # another rank has closed the group, or still uses it
             free.pop().close()
-    group = free[0] if free else made_group(members, "steps", doing, timeout)
-    channel, group.is_lent = Channel(doing, group, timeout), True
+    # Another pass that begins meanwhile takes, or makes, a group of its own.
+    group = free.pop(0) if free else made_group(members, doing, timeout)
+    channel = Channel(doing, group, timeout)
     try:
         yield channel
     except GeneratorExit:
@@ -317,7 +315,10 @@ def opened(
     else:
         channel.leave()
     finally:
-        group.is_lent = False
+        if dist.group.WORLD is world:
+            kept_groups(members, "steps").append(group)
+        else:
+            group.close()
 
 
 class Channel:
