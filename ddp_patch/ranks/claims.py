@@ -117,7 +117,9 @@ class Claims:
     def _ask(self, operation: str, name: str, *arguments: Any) -> Any:
         """Return the store's answer, bytes as text; None if the store is gone, fails, or has failed lately."""
         self._left_out = max(0, self._left_out - 1)
-        if (store := self.store) is None or self._left_out > 0:
+        # A value is set in the least time, because steps do so.
+        store = self._store() if operation == "set" else self.store
+        if store is None or self._left_out > 0:
             return None
         try:
             answer = getattr(store, operation)(self._path(name), *arguments)
