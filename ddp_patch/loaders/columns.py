@@ -266,7 +266,7 @@ def lists_in(dataset: Any) -> dict[str, str]:
             seen.add(id(value))
             shown = _shown(elements_at(values, spread(len(values), _MOST)))
             if shown or not len(values):
-                ends = f", from {shown[0]} to {shown[-1]} (digest {_digest(shown)})" if shown else ""
+                ends = f", from {shown[0]!s:.80} to {shown[-1]!s:.80} (digest {_digest(shown)})" if shown else ""
                 found[_numbered(name, named)] = f"{len(values)}{ends}"
     return found
 

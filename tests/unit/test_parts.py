@@ -21,6 +21,7 @@ from zoo import Source
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
+from ddp_patch.loaders.columns import lists_in
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Options, Uneven
 from ddp_patch.patching import _subject
@@ -273,6 +274,11 @@ def test_each_rank_holds_files_of_its_own(held: Any, other: Any, told: tuple[str
         for one in datasets:
             vars(one)["is_ddp_aware"] = False
         judge(*datasets)
+
+
+def test_long_texts_are_described_in_short() -> None:
+    (described,) = lists_in(Holding(held=["a" * 10**6, "b" * 10**6])).values()
+    assert len(described) < 250
 
 
 class Token:
