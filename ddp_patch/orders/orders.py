@@ -209,8 +209,7 @@ def has_order(sampler: object) -> bool:
 
 def has_computed_order(sampler: object) -> bool:
     """Return whether ``order_of`` computes the sampler's order without drawing anything."""
-    sampler = _sampler_of_items(sampler)
-    return is_random_access(sampler)
+    return is_random_access(_sampler_of_items(sampler))
 
 
 def order_of(sampler: Any, epoch: int, private_generator: torch.Generator | None = None) -> EpochOrder:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 # Stands for an item where there is none.
 NOTHING: Any = object()
-# What a dataset notes of its surroundings when it asks for its rank, beside names of the worker info's attributes.
+# The name of the rank among what a dataset asks; the other names are those of the worker info's attributes.
 RANK: Final = "rank"
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
 _LATEST_ITERATORS: Final[WeakKeyDictionary[Any, Callable[[], Any]]] = WeakKeyDictionary()
