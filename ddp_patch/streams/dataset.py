@@ -234,16 +234,16 @@ class StreamReader(Generic[T]):
 
     def items(self) -> Iterator[T]:
         """Begin a pass when its first item is asked for, and yield the items of this reader."""
-        current, report = self._begin()
+        current = self._begin()
         for item in current.items():
             self._latest = current
             yield item
         self._is_underway = False
         if (state := self.unread_state()) is not None:
-            report.store_state(ENDED, state)
+            current.report.store_state(ENDED, state)
 
-    def _begin(self) -> "tuple[ReaderPass[T], Report]":
-        """Return a pass and its report. By now the main process has begun the pass.
+    def _begin(self) -> "ReaderPass[T]":
+        """Begin the pass that the main process has begun by now.
 
         A worker's first pass is the one for which it was started, although later ones may have begun since.
         """
@@ -259,7 +259,7 @@ class StreamReader(Generic[T]):
             report.store_state(BEGUN, state)
             start = start._replace(known=replace(start.known, initial_state=(from_text(state.decode()),)))
         self._is_underway = True
-        return ReaderPass(self, number, epoch, start, report), report
+        return ReaderPass(self, number, epoch, start, report)
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         """Return a batch, in a ``NotedBatch`` if the pass that read its samples notes the dataset's state.
@@ -285,10 +285,14 @@ class ReaderPass(Generic[T]):
         epoch: The epoch.
         start: Where the reader begins.
         report: What the reader reports of the pass.
+
+    Attributes:
+        report: As given.
     """
 
     def __init__(self, reader: StreamReader[T], number: int, epoch: int, start: PartStart, report: Report) -> None:
-        self._reader, self._share, self._number, self._start, self._report = reader, reader.share, number, start, report
+        self.report: Report = report
+        self._reader, self._share, self._number, self._start = reader, reader.share, number, start
         self._reading: DatasetReading[T] = DatasetReading(
             reader.dataset, reader.share, epoch, start, reader.asked, report
         )
@@ -299,8 +303,8 @@ class ReaderPass(Generic[T]):
         """Read the dataset, and yield this rank's items of the stream, or of this reader's part of it."""
         share = self._share
         read, first = self._reading.begin()
-        if first is None and share.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
-            read = marked(read, self._report)
+        if first is None and share.is_compared and self.report["marks"] < 0:  # else another iterator reads the same
+            read = marked(read, self.report)
         plan = Plan(0, 1) if share.splits_itself else share.plan  # a part is of one rank
         # Whole batches: none can come without, and states are taken between two.
         rounds = chain([1, share.batching.size - 1 or 1], repeat(share.batching.size))
@@ -338,7 +342,7 @@ class ReaderPass(Generic[T]):
             StateError: More was taken than there is.
             NoStepsError: A rank would make no step in the epoch.
         """
-        share, name, taken, report = self._share, self._reader.name, self._start.taken, self._report
+        share, name, taken, report = self._share, self._reader.name, self._start.taken, self.report
         if share.splits_itself:
             if length < taken if share.batching.drop_last else length <= taken - share.batching.size:
                 raise messages.part_ended_before_state(name, self._start.part, share.readers, length)
@@ -373,8 +377,8 @@ class ReaderPass(Generic[T]):
         if not self._share.splits_itself:
             self._takes_turns = not is_part
             if is_part:
-                self._report["part"] = self._start.part
-            self._report["way"] = PARTS if is_part else STREAM
+                self.report["part"] = self._start.part
+            self.report["way"] = PARTS if is_part else STREAM
             self._require_one_way()
         elif self._share.plan.num_replicas > 1:
             self._require_split_by_worker()
