@@ -5,6 +5,7 @@ what the datasets of ranks hold                         at the patch  when a pas
 ======================================================  ============  ==================
 files in another order                                  certain       certain
 labels in another order, and nothing tells them apart   likely        nothing
+a longer array of other numbers, and nothing else       likely        nothing
 noise beside the same files                             nothing       nothing
 a cache that fills; a list of another length            nothing       nothing
 ======================================================  ============  ==================
@@ -43,8 +44,10 @@ _MOST_KEPT, _MOST_IN_ALL = 4, 128
 # An attribute with fewer elements than _FEW is a setting. At most _PARTS parts of an element count.
 _FEW: Final = 8
 _PARTS: Final = 64
+# The exact types of arrays: one that is longer than its dataset may be what samples are cut from, as tokens.
+_ARRAYS: Final = (array, np.ndarray, np.memmap, torch.Tensor)
 # The exact types of plain data: a subclass may read a file, or ask another rank, for an element.
-_PLAIN: Final = (list, tuple, range, array, np.ndarray, np.memmap, torch.Tensor)
+_PLAIN: Final = (list, tuple, range, *_ARRAYS)
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _NO_DATASETS: Final = {*_PLAIN, *_DICTS, str, int, float, bool, type(None)}
 
@@ -96,7 +99,8 @@ def columns_of(dataset: Any, names: Collection[str] | None = None, most: int = _
     A column is plain data or a table: the dataset itself, ``Subset.indices``, a tensor of a ``TensorDataset``, or an
     attribute, within two levels of dicts and objects, with as many elements as its dataset has samples. An element
     counts by its texts and whole numbers; by its value if it has none. A path counts by its last parts. Parts that all
-    elements have in common do not count. A list with a None in it is a cache, and no column.
+    elements have in common do not count. A list with a None in it is a cache, and no column. An attribute that is an
+    array of more elements is a column that tells no samples apart.
 
     Args:
         dataset: The dataset.
@@ -111,8 +115,8 @@ def columns_of(dataset: Any, names: Collection[str] | None = None, most: int = _
     """
     return tuple(
         column
-        for holder, name, values in _columns(dataset)
-        if (names is None or name in names) and (column := _column(holder, name, values, most)) is not None
+        for holder, name, values, samples in _columns(dataset)
+        if (names is None or name in names) and (column := _column(holder, name, values, samples, most)) is not None
     )
 
 
@@ -157,16 +161,21 @@ def compared(reported: Mapping[int, Sequence[Column]]) -> Verdict:
     )
 
 
-def _columns(dataset: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield the dataset, the name and the values of each column of a dataset and of the datasets in it."""
+def _columns(dataset: Any) -> Iterator[tuple[str, str, Any, int]]:
+    """Yield the dataset, the name and the values of each column of a dataset and of the datasets in it.
+
+    Yield how many samples the dataset has, too: an array may have more elements.
+    """
     holders, named, seen = Counter[str](), Counter[str](), set[int]()
     for part in islice(_datasets(dataset), LOOKED_AT):
         kind, n = type(part).__name__, _length(part)
         holders[kind] += 1
         for name, value, least in _held(part) if n >= 0 else ():
-            if (values := plain_data(value)) is not None and len(values) == n >= least and id(value) not in seen:
+            if (values := plain_data(value)) is None or len(values) < least or id(value) in seen:
+                continue
+            if len(values) == n or (len(values) > n and least == _FEW and type(value) in _ARRAYS):
                 seen.add(id(value))
-                yield f"{kind} {holders[kind]}", _numbered(name, named), values
+                yield f"{kind} {holders[kind]}", _numbered(name, named), values, n
 
 
 def _numbered(name: str, named: Counter[str]) -> str:
@@ -287,7 +296,7 @@ def _shown(looked_at: list[Any]) -> list[str | int]:
 # ---- elements ----
 
 
-def _column(holder: str, name: str, values: Any, most: int) -> Column | None:
+def _column(holder: str, name: str, values: Any, samples: int, most: int) -> Column | None:
     """Return a column, by evenly spread elements; None for a cache, which has None in it, and for unreadable data."""
     n = len(values)
     places = spread(n, most)
@@ -299,7 +308,7 @@ def _column(holder: str, name: str, values: Any, most: int) -> Column | None:
             if type(None) in map(type, looked_at):
                 return None
             shown, by = _described(looked_at)
-        tells = by if len({*shown}) == len(shown) else NOTHING
+        tells = by if n == samples and len({*shown}) == len(shown) else NOTHING
         return Column(holder, name, _digest((n, shown)), tells, tells > NOTHING and shown != places)
     except Exception:  # noqa: BLE001 - the user's elements may raise anything
         return None

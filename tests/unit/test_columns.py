@@ -171,6 +171,8 @@ LIKELY: dict[str, tuple[Make, str]] = {
     "all alike": (lambda rank: [rank] * N, LIST),
     "a mask": (lambda rank: Holding(mask=noise(rank) > 0.5), "Holding.mask"),
     "labels beside places": (lambda rank: Holding(at=[*range(N)], y=shuffled(LABELS, rank)[:N]), "Holding.y"),
+    "tokens that samples are cut from": (lambda rank: Holding(tokens=np.arange(rank, 4 * N + rank)), "Holding.tokens"),
+    "a series that windows are cut from": (lambda rank: Holding(x=torch.from_numpy(noise(rank, N + 9))), "Holding.x"),
     "labels beside a Subset": (lambda rank: Subset([rank] * N, [5, 6, 7]), LIST),  # type: ignore[arg-type]  # will do
     "blank pictures": (
         lambda rank: TensorDataset(torch.full((N, 3, 9, 9), float(rank))),
@@ -188,6 +190,7 @@ NOTHING: dict[str, Make] = {
     "seeds of augmentation beside names": beside(
         seeds=lambda rank: np.random.default_rng(rank).integers(2**31, size=N)
     ),
+    "a longer array beside names": beside(pool=lambda rank: noise(rank, 9 * N)),
     "labels beside names": beside(y=lambda rank: shuffled(LABELS, rank)[:N]),
     "noise beside numbers": lambda rank: Holding(ids=[*range(5, N + 5)], noise=noise(rank)),
     "settings": lambda rank: Holding(size=[rank, rank], rank=rank, name=f"rank {rank}", n=3),
