@@ -1,7 +1,7 @@
 """Order the items of a window so that each step costs about the same on all ranks, and divide batches.
 
-The order that comes out is for interleaved sharding: the item at position p goes to rank ``p % ranks``, and a step
-takes the next ``size`` items of every rank.
+The new order is for interleaved sharding: the item at position p goes to rank ``p % ranks``, and a step takes the next
+``size`` items of every rank.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def balance_window(
 ) -> NDArray[np.int64]:
     """Return an order of a window's items, for interleaved sharding, in which batches of a step cost about the same.
 
-    Steps come in a random order, and so do the batches of a step. A batch keeps the order of its items. Items that fill
-    no whole step come last, and after them the items that fill no whole round.
+    Steps come in a random order, and so do the batches of a step. A batch keeps the order of its items. Items that do
+    not fill a step come last, and after them the items that do not fill a round.
 
     Args:
         costs: What each item costs, at least 0, shape (items,).
         ranks: How many ranks share the items.
         size: How many items a batch has; 1 where each is a whole batch.
-        cost_of: What a batch costs: the ``"sum"`` of its items, or where these are ``"padded"`` to the longest, the
-            largest times their number.
-        key: What the random order follows from.
+        cost_of: What a batch costs: the ``"sum"`` of its items' costs; or, if items are ``"padded"`` to the longest,
+            the largest cost times their number.
+        key: The key of the random order.
 
     Returns:
         The items' positions in the window, in the new order.
@@ -60,17 +60,16 @@ def balance_window(
 
     Source:
         Whole batches, and padded ones, are sorted and cut into steps, which makes the sum of the steps' slowest ranks
-        the least there can be. Batches that cost their sum are filled by longest processing time first: Graham,
-        "Bounds on Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969; with as many items
-        in each, one layer of items after the other: Babel, Kellerer and Kotov, "The k-partitioning problem",
-        Mathematical Methods of Operations Research 47, 1998. No two batches then differ by more than the most expensive
-        item costs, and all the waiting of a window, summed over its steps, is less than that: each rank waits less than
-        one item, however many steps there are. ``tests/properties/test_dealing_properties.py`` has the proof. Swaps
-        between two batches of a step, each of which brings the two closer, then lessen what long waiting is left.
+        the least there can be. Batches that cost their sum are filled by longest processing time first: Graham, "Bounds
+        on Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969; if all batches have equally
+        many items, one layer of items after the other: Babel, Kellerer and Kotov, "The k-partitioning problem",
+        Mathematical Methods of Operations Research 47, 1998. No two batches then differ by more than the cost of the
+        most expensive item. The waiting of a window, summed over its steps, is less than this cost, however many steps
+        there are. ``tests/properties/test_dealing_properties.py`` has the proof.
     """
     costs = _scaled(costs)
     whole = len(costs) // (ranks * size) * ranks * size
-    over = (len(costs) - whole) // ranks  # rounds of the last step, which is no whole one
+    over = (len(costs) - whole) // ranks  # rounds of the last, incomplete step
     random = np.random.PCG64(key)
     steps = _shuffled(_steps(costs[:whole], ranks, size, cost_of), random)
     last = whole + _shuffled(_steps(costs[whole : whole + over * ranks], ranks, over, cost_of), random)
@@ -114,15 +113,15 @@ def _shuffled(steps: NDArray[np.int64], random: np.random.PCG64) -> NDArray[np.i
 
 
 def _scaled(costs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return costs of at most 1, so that sums of any are finite, and without a negative zero."""
+    """Scale costs to at most 1, so that sums are finite; a negative zero becomes zero."""
     return costs / (costs.max(initial=0.0) or 1.0) + 0.0
 
 
 def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the indices that sort some values that are not negative, equal ones as they come; faster than ``argsort``.
+    """Return the indices that sort values of at least 0, faster than ``argsort``; equal values keep their order.
 
-    Ties must not depend on the machine, so the low bits of each key are replaced by the index. The bits of such floats
-    sort as the floats do.
+    Ties must not depend on the machine, so the low bits of each key are replaced by the index. Floats of at least 0
+    sort as their bits do.
     """
     places = np.uint64((1 << len(values).bit_length()) - 1)
     keyed = np.ascontiguousarray(values).view(np.uint64) & ~places
@@ -136,12 +135,12 @@ def part_of_batch(batch: Any, plan: Plan, name: str) -> Any:
     """Return a rank's part of a batch of indices: at least one sample, unless the batch is empty.
 
     Args:
-        batch: The batch: a list, tensor, array, or anything that gives its indices when it is iterated.
+        batch: The batch: a list, tensor, array or any other iterable of indices.
         plan: The rank's share of a batch.
         name: What makes the batches, for an error.
 
     Returns:
-        A tensor or array of such a batch, else a list.
+        A tensor or array if the batch is one, otherwise a list.
 
     Raises:
         UnsupportedLoaderError: The batch cannot be taken apart.
@@ -171,7 +170,7 @@ class Balancer:
         costs: What the items cost.
         size: How many items a batch takes.
         are_batches: Whether each item is a batch.
-        seed: What the random order of steps follows from, with the epoch.
+        seed: The random order of steps follows from this seed and the epoch.
     """
 
     costs: Cost
@@ -181,7 +180,7 @@ class Balancer:
 
     @property
     def described(self) -> dict[str, object]:
-        """What the order follows from, by the names that states have for it."""
+        """The facts that the order follows from, by their names in states."""
         return self.costs.described | ({} if self.are_batches else {"batch_size": self.size})
 
     def width(self, ranks: int) -> int:
@@ -194,12 +193,12 @@ class Balancer:
         """Return the order of a window that is balanced for this many ranks, for interleaved sharding.
 
         Args:
-            items: Its items.
-            ranks: How many ranks share them.
-            epoch: Which epoch it is.
-            window: Which window of it.
+            items: The window's items.
+            ranks: How many ranks share the items.
+            epoch: The epoch.
+            window: The number of the window in the epoch.
         """
-        if ranks == 1:  # nobody waits: it has its order already
+        if ranks == 1:  # no rank waits for another, so the order stays
             return np.arange(len(items))
         costs = self.costs.of(items, are_batches=self.are_batches)
         key = balancing_key(self.seed.value, epoch, window)
@@ -210,10 +209,10 @@ def balanced_stream(balancer: Balancer, epoch: int, ranks: int, stream: Iterator
     """Balance a stream, window by window. A window is drawn as soon as its first item is asked for.
 
     Args:
-        balancer: How it is balanced.
-        epoch: Which epoch it is.
+        balancer: How the items are balanced.
+        epoch: The epoch.
         ranks: How many ranks began the epoch.
-        stream: The sampler's stream, begun.
+        stream: The sampler's stream, which has begun.
     """
     rest, width, number = copied_items(stream), balancer.width(ranks), count()
     while items := list(islice(rest, width)):
@@ -226,12 +225,12 @@ def balanced_order(
     """Return an order, balanced for this many ranks.
 
     Args:
-        balancer: How it is balanced.
+        balancer: How the items are balanced.
         ranks: How many ranks began the epoch.
-        epoch: Which epoch it is.
+        epoch: The epoch.
         order: The order.
         begin: The position at which the pass begins.
-        digest: Takes note of how each window from that position on is balanced; None if nobody compares it.
+        digest: Records how each window from this position on is balanced; None if the ranks do not compare it.
     """
     width = balancer.width(ranks)
     to_note = begin // width

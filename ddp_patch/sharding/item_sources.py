@@ -29,7 +29,7 @@ class ItemSource(Generic[T]):
         sizes: How many samples each item of the pass has, for all ranks' items in order, as far as they were drawn;
             None if this rank does not see them, or if no caller needs the sizes.
         rounds: The rounds in which ranks send each other batches (``BalancedRounds``, ``streams/even_steps.py``); None
-            if each gives its own.
+            if each rank delivers its own batches.
         is_open_ended: Whether a rank may find the end later than another rank.
         is_endless: Whether the source gives items without end, because workers find the end.
         is_in_parts: Whether several workers read a part each; False while that is unknown.
@@ -48,59 +48,60 @@ class ItemSource(Generic[T]):
     digest: Digest | None = None
 
     def chunks(self) -> Iterator[Sequence[T]]:
-        """Yield this rank's items of the pass in order, in parts; some may be empty."""
+        """Yield this rank's items of the pass in order, in parts, which may be empty."""
         return iter(())
 
     @property
     def marks(self) -> Marks:
-        """A function that returns the digests of the drawn items. It does not keep the source alive."""
+        """A function that returns the digests of the drawn items, and does not keep the source alive."""
         marks = {} if self.digest is None else self.digest.marks
         return lambda: {count: (value, 0) for count, value in marks.items()}
 
     def ends_within(self, items: int) -> bool:
-        """Draw up to the end if at most this many items of the share are left, and return whether that is so.
+        """Draw to the end if at most this many items of the share are left; return whether this is the case.
 
-        The samplers then are as the epoch leaves them. Return False where one rank would know and another would not.
+        The samplers are then in the state after the epoch. Return False if some ranks know the answer and others do
+        not.
         """
         return False
 
     def order_up_to(self, taken: int) -> tuple[int, int] | None:
-        """Return a digest of the epoch's order where so many items were taken: of how many items, and the digest."""
+        """Return a digest of the epoch's order up to some taken items: of how many items, and the digest."""
         return None
 
     def lengths_found(self) -> Sequence[int | None]:
-        """Return how many items the stream has, or each part of it; None where the end was not found."""
+        """Return how many items the stream or each part has; None if the end was not found."""
         return [self.length]
 
     def parts(self, taken: int) -> Sequence[Part]:
-        """Return the parts that the pass is over, when so many items of the epoch were taken before."""
+        """Return the parts of the pass, if this many items of the epoch were taken before."""
         return [Part(taken, self.length)]
 
     def position_after(self, position: Position, batches: int, schedule: Callable[[], Schedule]) -> Position:
-        """Return the position after this many batches. ``position`` has what follows from their number alone."""
+        """Return the position after some batches. ``position`` has the facts that follow from their number alone."""
         return position
 
     def most_when_found(self, schedule: Callable[[], Schedule], batches: int, *, may_end: bool) -> int | None:
         """Wait for workers to find the end, and return how many batches the largest share then has; None if unknown.
 
         Args:
-            schedule: Returns the batches, with the ends that were found.
+            schedule: Returns the schedule, with the ends that were found.
             batches: How many batches were given.
             may_end: Whether there may be no more batches.
         """
         return None
 
     def keep(self, note: NotedBatch) -> None:
-        """Keep the worker's note of a batch that the loop is given."""
+        """Keep the worker's note of a batch that the loop gets."""
 
     def note_first_batch(self) -> None:
-        """Record that the loop was given its first batch."""
+        """Record that the loop got its first batch."""
 
     def note_loop_end(self) -> None:
         """Record that the loop has seen the end."""
 
     def require_one_order(self) -> None:
-        """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
+        """Raise RankMismatchError if this rank's workers read different streams instead of one."""
 
 
 class Nothing(ItemSource[T]):
@@ -114,7 +115,7 @@ class Nothing(ItemSource[T]):
 
 
 class Foreign(ItemSource[T]):
-    """The source of a loader that something else has sharded: its items are not known here.
+    """The source of a loader that was sharded already, whose items are unknown.
 
     Args:
         is_open_ended, has_own_length: As in ``ItemSource``.
@@ -133,13 +134,13 @@ class Indexed(ItemSource[T]):
     Args:
         draw: Draws the order of the whole epoch.
         random_context: The context in which the sampler draws.
-        plan: Which positions of what is left are this rank's.
+        plan: This rank's positions in the rest of the epoch.
         start: Where the pass begins.
-        balanced: Returns the order, balanced, for a pass that begins at a position; None to share it as it comes.
+        balanced: Returns the balanced order for a pass that begins at a position; None to leave the order as it is.
         keeps_sizes: Whether to record how many samples the items have.
         name: The sampler's class.
         has_digest: Whether some items of the order are looked up for a digest. A computed order follows from the epoch,
-            so its digest is of use to compare ranks alone.
+            so its digest only serves to compare ranks.
     """
 
     is_open_ended: bool = False  # the whole epoch is drawn before the first item is given
@@ -174,7 +175,8 @@ class Indexed(ItemSource[T]):
         at: Callable[[range], Sequence[T]] = order.at
         real, repeated = plan.own_and_repeated(length, taken)
         padding = at(repeated) if repeated else []  # first: an order is looked up from its beginning on
-        # The complete rounds come first. A rank that asks for more finds the end, at the same step as the other ranks.
+        # The complete rounds come first. A rank that asks for more items finds the end, at the same step as the other
+        # ranks.
         rounds = max(0, length - taken) // plan.num_replicas
         if order.sizes is not None:
             self.sizes = Sizes()
@@ -204,7 +206,7 @@ class Indexed(ItemSource[T]):
         return order
 
     def order_up_to(self, taken: int) -> tuple[int, int] | None:
-        """Return the digest of some items of the order, evenly spread: the whole order is known."""
+        """Return the digest of some items of the whole order, evenly spread."""
         marks = {} if self.digest is None else self.digest.marks
         return (END, marks[END]) if END in marks else None
 
@@ -219,12 +221,12 @@ class Indexed(ItemSource[T]):
         return everybodys[positions.start - first :: plan.num_replicas] if positions else []
 
     def ends_within(self, items: int) -> bool:
-        """Let the sampler draw to its end: the order was drawn as a whole, wherever the pass is."""
+        """Let the sampler draw to its end, which is possible at any time: the order was drawn as a whole."""
         self._finish()
         return self._is_finished
 
     def _finish(self) -> None:
-        """Let the sampler draw, once, what it draws after its last item."""
+        """Let the sampler make, once, the draws that follow its last item."""
         if self._draw_rest is not None:
             draw_rest, self._draw_rest, self._is_finished = self._draw_rest, None, True
             with self._random_context:
@@ -237,11 +239,11 @@ class Streamed(ItemSource[T]):
     Args:
         stream: Yields the items of the epoch, in the order in which the ranks share it.
         random_context: The context in which the sampler draws.
-        plan: Which positions of what is left are this rank's.
+        plan: This rank's positions in the rest of the epoch.
         start: Where the pass begins.
         step: How many items of each rank make a step.
-        draws_ahead: Whether more items may be drawn than are asked for. An iterator, which can be used only once, goes
-            on in the next pass where a break leaves it.
+        draws_ahead: Whether more items may be drawn than were requested. False for an iterator, which the next pass
+            continues where a break has left it.
         adapts: As in ``Drawn``; None if the sampler cannot change within a pass.
         keeps_sizes: Whether to record how many samples the items have.
         name: The sampler's class.
@@ -287,7 +289,7 @@ class Streamed(ItemSource[T]):
         yield from split_chunks(self._plan, self._drawn, self._found)
 
     def _require_same_order(self) -> None:
-        """Refuse an epoch whose items up to the position differ from those when the resumed state was taken."""
+        """Refuse an epoch whose items up to the position differ from the items when the state was taken."""
         known, order = tuple(self._start.order), self.digest
         if known and known[0] != END and known[0] <= order.count and order.before(known[0]) != known:
             raise other_order(self._name)
@@ -302,12 +304,12 @@ class Streamed(ItemSource[T]):
         return self._draws_ahead and self._drawn.ends_within(items)
 
     def order_up_to(self, taken: int) -> tuple[int, int] | None:
-        """Return the digest of at most as many items as were taken: of how many items, and the digest."""
+        """Return the latest digest of at most ``taken`` items: of how many items, and the digest."""
         return self.digest.before(taken)
 
 
 def other_order(name: str) -> StateError:
-    """Return the error that an epoch has another order than when a state was taken."""
+    """Return the error for an epoch whose order differs from the order when the state was taken."""
     return StateError(
         f"The pass cannot resume from the state: {name} began the epoch with other items when it was taken, so samples "
         "would be lost. It draws from what no state holds. Let it hold its generator in an attribute, give it a "

@@ -1,4 +1,4 @@
-"""The iterators that stand around torch's: each counts what the training loop is given, an end, and an error."""
+"""The iterators around torch's iterators: each records the batches, the end and the errors that the loop gets."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -29,20 +29,20 @@ from ddp_patch.sharding.saved_state import NotedBatch
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Return whether an error leaves doubt about what is lost. An error of this package leaves none."""
+    """Return whether an error may lose samples. An error of this package loses none."""
     return isinstance(error, Exception) and not (is_end(error) or isinstance(error, DDPPatchError | Warning))
 
 
 class CountedIterator(AroundIterator):
-    """Counts the batches that the loop is given of each pass, in the pass itself, which outlives it.
+    """Counts the batches of each pass that the loop gets. The pass keeps the count, and outlives this iterator.
 
     Args:
         wrapped: The iterator that the loader's class made.
         passes: The passes over the loader.
         batches_of: As in ``AroundIterator``.
-        begins_ahead: Whether workers have begun a pass before its first batch is asked for; else the first batch begins
-            the pass.
-        reaches_loop: Whether the loop is given these batches. A loader with its own iteration may fetch ahead.
+        begins_ahead: Whether workers begin a pass before its first batch is requested; otherwise, the first batch
+            begins the pass.
+        reaches_loop: Whether each batch goes to the loop at once. A loader with its own iteration may prefetch.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CountedIterator(AroundIterator):
         super().begin()
         self._pass: Pass[Any] | None = None
         self._has_pass = self._has_failed = False
-        # Where ranks send each other batches, they note the samples of their own.
+        # If ranks send each other batches, each rank notes the samples of its own batches.
         self._notes_samples = self._batches_of is None and self._passes.monitor.rules.parts is not None
         if self._begins_ahead:
             self._find_pass()
@@ -74,18 +74,18 @@ class CountedIterator(AroundIterator):
             return super().__next__()
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        """Begin the next pass with the same, persistent workers: torch calls this."""
+        """Begin the next pass with the same, persistent workers; torch calls this method."""
         with self._passes.epochs.counting(self._reaches_loop):
             super()._reset(loader, first_iter)
 
     def count(self, given: Any) -> Any:
-        """Record that a batch is given, and return the batch without its note. This is called in each step."""
+        """Record that the loop gets a batch, and return it without its note. This method is called in each step."""
         if not self._has_pass:
             self._find_pass()
         note, batch = (given, given.batch) if type(given) is NotedBatch else (None, given)
         if (current := self._pass) is None:
             return batch
-        if self._has_failed:  # if the loader went on, some batch was skipped: nobody knows the position
+        if self._has_failed:  # if the loader went on, some batch was skipped, so the position is unknown
             current.delivery.lose_count()
         if self._notes_samples:
             current.delivery.note_samples(batch)
@@ -109,14 +109,14 @@ class CountedIterator(AroundIterator):
             self._pass.delivery.fail()
 
     def look_for_end(self) -> None:
-        """Find the end if it comes next, though the loop has not asked for it."""
+        """Find the end if the end comes next, before the loop asks for the end."""
         try:
             self._batches = chain([next(self._batches)], self._batches)
         except StopIteration as end:
             self.stop(end)
 
     def _find_pass(self) -> None:
-        """Remember the pass, once: the latest one now. Another iterator may begin another pass later."""
+        """Store the latest pass, once, because another iterator may begin another pass later."""
         if self._has_pass:
             return
         self._has_pass, self._pass = True, self._passes.epochs.latest
@@ -129,7 +129,7 @@ class EmptyIterator(CountedIterator):
 
     Args:
         loader: The loader.
-        passes: The passes over it.
+        passes: The passes over the loader.
         reaches_loop: As in ``CountedIterator``.
     """
 
@@ -146,7 +146,7 @@ class EmptyIterator(CountedIterator):
 
 
 class WatchedIterator(AroundIterator):
-    """Counts the batches of a loader that was sharded before, and compares its passes with the other ranks'.
+    """Counts the batches of a loader that was sharded already, and compares its passes with the other ranks' passes.
 
     Nothing else of the loader changes.
 
@@ -154,7 +154,7 @@ class WatchedIterator(AroundIterator):
         wrapped: The iterator that the loader's class made.
         monitor: Compares the loader's passes.
         noted: The sampler that notes the loader's indices; None if there is none.
-        is_open_ended: Whether the end is not known before it comes.
+        is_open_ended: Whether the number of batches is unknown before the end.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class WatchedIterator(AroundIterator):
         super().__init__(wrapped)
 
     def begin(self) -> None:
-        """Begin a pass, which counts as soon as a batch is asked for."""
+        """Begin a pass, which counts as soon as a batch is requested."""
         super().begin()
         self._delivery: Delivery | None = None
 
@@ -181,7 +181,7 @@ class WatchedIterator(AroundIterator):
         return super().__next__()
 
     def count(self, given: Any) -> Any:
-        """Record that a batch is given, and return it."""
+        """Record that the loop gets a batch, and return the batch."""
         if self._delivery is not None:
             if self._noted is None:
                 self._delivery.note_samples(given)
@@ -202,13 +202,13 @@ _NOTHING = object()
 class RepeatedPasses(Iterator[Any]):
     """One iterator for all epochs: one pass over a sharded sampler after the other, with the same workers.
 
-    This iterator replaces the given loader's iterator for all epochs, and begins when its first batch is asked for.
+    This iterator replaces the given loader's iterator for all epochs, and begins when its first batch is requested.
     Workers fetch ahead within an epoch, not into the next one. So ``set_epoch`` chooses the epoch of the very next
     batch, and a state is about the pass that the training loop is in.
 
     Args:
         loader: The patched loader, before it has this iterator.
-        passes: The passes over it.
+        passes: The passes over the loader.
         one_pass: The attributes with which a plain DataLoader makes one pass.
     """
 
@@ -226,7 +226,7 @@ class RepeatedPasses(Iterator[Any]):
         return self
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        """Leave the running pass: torch calls this where workers are persistent."""
+        """Leave the running pass; torch calls this method if workers are persistent."""
         self._running = None
 
     def __next__(self) -> Any:
@@ -239,7 +239,7 @@ class RepeatedPasses(Iterator[Any]):
             raise StopIteration
         current = self._passes.epochs.latest
         if current is not None and current.delivery.batches == self._length and self._running is not None:
-            self._running.look_for_end()  # no loop will ask for the end, and len() and states depend on it
+            self._running.look_for_end()  # no loop will ask for the end, on which len() and states depend
         return batch
 
     def _next(self) -> Any:
@@ -260,7 +260,8 @@ class RepeatedPasses(Iterator[Any]):
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
         vars(plain).update(self._attributes)
         plain.collate_fn = by_value(self._passes.noting(plain.collate_fn))
-        # The given loader drew its workers' seed once. Here each pass would, from a generator that samplers may share.
+        # The given loader drew its workers' seed once. Here each pass would draw one, from a generator that samplers
+        # may share.
         plain.generator = torch.Generator()
         return plain
 

@@ -1,4 +1,4 @@
-"""What the passes over one loader have in common, and which epoch of the loader comes next."""
+"""The state that all passes over one loader share, and the loader's next epoch."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 def epoch_number(epoch: object) -> int:
-    """Return the number of an epoch that somebody chooses.
+    """Return the number of an epoch that the user chooses.
 
     Raises:
-        InvalidOptionError: It is no whole number, or a negative one.
+        InvalidOptionError: The epoch is no whole number, or negative.
     """
     number = as_index(epoch)
     if number is None or number < 0:
@@ -46,14 +46,14 @@ def epoch_number(epoch: object) -> int:
 
 
 class Epochs(Generic[T]):
-    """Which epoch of a loader comes next, which pass is the latest, and where the next pass resumes.
+    """The next epoch of a loader, its latest pass, and the position at which the next pass resumes.
 
     Attributes:
-        counter: The numbers of the epochs and passes, which workers are told, too.
+        counter: The numbers of the epochs and passes, which workers know, too.
         latest: The latest pass, if there was one since an epoch was chosen.
         position: Where the next pass resumes, if a state was loaded for it.
-        counts_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
-        was_chosen: Whether somebody has chosen the next epoch, and no pass has begun since.
+        counts_rest: Whether lengths count the rest of a resumed epoch, instead of the whole epoch.
+        was_chosen: Whether the user has chosen the next epoch, and no pass has begun since.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Epochs(Generic[T]):
         self.counts_rest: bool = True
         self.was_chosen: bool = False
         self._counts_next = False  # whether an iterator that counts batches is about to begin a pass
-        self._beginning: Position | None = None  # where a pass begins, while its sampler is begun
+        self._beginning: Position | None = None  # where a pass begins, while its sampler begins
 
     def __getstate__(self) -> dict[str, Any]:
         # A running pass cannot be copied.
@@ -81,11 +81,11 @@ class Epochs(Generic[T]):
 
     @property
     def known_position(self) -> Position | None:
-        """Where the pass begins that is about to begin, or the next one resumes; None if neither is so."""
+        """The position of a pass that is about to begin or to resume; None if there is no such pass."""
         return self._beginning or self.position
 
     def choose(self, epoch: int) -> None:
-        """Make an epoch the next one. If it already is, a position that was loaded stays."""
+        """Make an epoch the next one. A loaded position in this epoch stays."""
         if epoch != self.upcoming:
             self.position = None
         self.latest, self.was_chosen = None, True
@@ -100,7 +100,7 @@ class Epochs(Generic[T]):
         self.position, self.counts_rest = position, counts_rest
 
     def begin(self, current: Pass[T]) -> None:
-        """Make a pass the latest one, which begins to draw; it takes the position that was loaded."""
+        """Make a pass the latest one when the pass begins to draw, and clear the loaded position."""
         self.counter.begin(current.epoch, passes=not current.start.is_ended)  # of no items, workers are told nothing
         self.latest, self.position, self.was_chosen = current, None, False
         if self._counts_next:
@@ -108,7 +108,7 @@ class Epochs(Generic[T]):
             current.delivery.begin_loop()
 
     def go_on(self, current: Pass[T]) -> None:
-        """Make a pass the latest one again, because the loop was given a batch of it after a ``set_epoch``.
+        """Make a pass the latest one again, because the loop got a batch of the pass after a ``set_epoch``.
 
         Lightning starts an epoch's workers before it says which epoch it is.
         """
@@ -117,9 +117,9 @@ class Epochs(Generic[T]):
 
     @contextmanager
     def counting(self, counts: bool = True) -> Iterator[None]:
-        """While entered, a pass that begins is one whose batches are counted, though its iterator has given none yet.
+        """While entered, the batches of a pass that begins count from 0, even before the first batch.
 
-        A signal's handler, or the user's dataset, may ask for the position meanwhile.
+        A signal's handler, or the user's dataset, may ask for the position before the first batch.
         """
         self._counts_next = counts
         try:
@@ -129,7 +129,7 @@ class Epochs(Generic[T]):
 
     @contextmanager
     def beginning(self, start: Position) -> Iterator[None]:
-        """While entered, the position is where the pass begins: a sampler that is begun draws already."""
+        """While entered, the position is the beginning of the pass, because a sampler may draw when it begins."""
         self._beginning = start
         try:
             yield
@@ -137,9 +137,9 @@ class Epochs(Generic[T]):
             self._beginning = None
 
     def counted_by_len(self) -> tuple[int, int]:
-        """Return what ``len()`` counts: an epoch, and how many items of it were taken before.
+        """Return the epoch that ``len()`` counts, and how many items of the epoch were taken before.
 
-        If a position was loaded, this is about the next pass, which resumes there; otherwise about the running one.
+        The epoch is the next pass's if a position was loaded, otherwise the running pass's.
         """
         current, taken = self.latest, 0
         if self.position is not None:
@@ -156,11 +156,12 @@ class LoaderUse:
     """How a loader makes passes.
 
     Attributes:
-        name: The class of the loader; that of what shards it, until the loader is known.
-        batches_ahead: How many batches its workers fetch before they are taken.
-        readers: How many workers may each read a part of a stream, of which one rank may get an item more than another.
-        generator: The loader's generator; None if it draws from the global one.
-        has_one_iterator: Whether it has one iterator for all epochs, which continues after a ``break``.
+        name: The class of the loader; the class of the sampler that shards it, until the loader is known.
+        batches_ahead: How many batches the workers prefetch.
+        readers: How many workers may each read a part of a stream. Of each part, one rank may get an item more than
+            another.
+        generator: The loader's generator; None if the loader draws from the global one.
+        has_one_iterator: Whether the loader has one iterator for all epochs, which continues after a ``break``.
     """
 
     name: str
@@ -179,24 +180,24 @@ class LoaderUse:
 
 
 class Passes(Generic[T]):
-    """What the passes over one loader have in common: the base of passes over samplers and over datasets.
+    """The state that all passes over one loader share: the base of passes over samplers and over datasets.
 
     Args:
         name: The class of the sampler or dataset.
         loader: The loader that makes the passes.
         agreed: What the ranks agreed on.
         batching: How the loader makes batches of its items.
-        sampler_states: The samplers or the dataset, whose states an epoch's order follows from.
+        sampler_states: The samplers or the dataset. An epoch's order follows from their states.
         facts: The facts by which a state is known to be of this loader.
         rules: The rules by which ranks compare passes.
         why_in_common: As in ``Agreed``.
 
     Attributes:
-        plan: Which positions of the stream are this rank's.
+        plan: This rank's positions in the stream.
         batch_plan: The rank's share of each batch, where batches are divided; otherwise None.
-        monitor: Compares the passes with the other ranks'.
+        monitor: Compares the passes with the other ranks' passes.
         slack: How many batches more one rank may have in a pass than another.
-        epochs: Which epoch comes next, which pass is the latest, and where the next one resumes.
+        epochs: The next epoch, the latest pass, and the position at which the next pass resumes.
         loader: The loader that makes the passes.
     """
 
@@ -259,11 +260,11 @@ class Passes(Generic[T]):
     # ---- the loader ----
 
     def described(self) -> str:
-        """Return what errors call the loader."""
+        """Return the loader's name in errors."""
         return f"{self.loader.name} {self.agreed.place}".rstrip()
 
     def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a ``collate_fn`` whose batches may have a worker's note; here none has."""
+        """Return a ``collate_fn`` that may add a worker's note to batches; here, the loader's own."""
         return collate_fn
 
     @contextmanager
@@ -275,7 +276,7 @@ class Passes(Generic[T]):
         have put private states there.
 
         Raises:
-            StateError: The latest pass ended by an error, so that this rank alone would leave out its rest.
+            StateError: The latest pass ended by an error: this rank alone would leave out the rest of the pass.
         """
         require_no_failure(self)
         given = loader.generator
@@ -287,7 +288,7 @@ class Passes(Generic[T]):
             yield
 
     def is_first(self, what: str) -> bool:
-        """Return True the first time that ``what`` is asked for: a warning is given once for each loader."""
+        """Return True the first time that ``what`` is passed, because a loader gives each warning once."""
         has_said = what in self._said
         self._said.add(what)
         return not has_said
@@ -295,7 +296,7 @@ class Passes(Generic[T]):
     # ---- epochs and passes ----
 
     def choose(self, epoch: int) -> None:
-        """Make ``epoch`` the next one. If it already is, a position that was loaded stays."""
+        """Make ``epoch`` the next one. A loaded position in this epoch stays."""
         number = epoch_number(epoch)
         self.monitor.numbers.strike_looks()
         self.epochs.choose(number)
@@ -312,7 +313,7 @@ class Passes(Generic[T]):
     # ---- lengths ----
 
     def length_if_any(self, epoch: int) -> int | None:
-        """Return how many items the stream has; None if that is not known."""
+        """Return how many items the stream has; None if unknown."""
         try:
             return self.stream_length(epoch)
         except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
@@ -321,7 +322,7 @@ class Passes(Generic[T]):
     # ---- positions ----
 
     def position_now(self) -> Position:
-        """Return where the next pass would go on, as torch's Stateful protocol counts: by the items that were drawn."""
+        """Return the position of the next pass by the items that were drawn, as torch's Stateful protocol counts."""
         epochs = self.epochs
         if (known := epochs.known_position) is not None:
             return known
@@ -344,7 +345,7 @@ class Passes(Generic[T]):
 
 
 def require_no_failure(passes: Passes[Any]) -> None:
-    """Raise StateError if the latest pass ended by an error, so that this rank alone would leave out its rest."""
+    """Raise StateError if the latest pass ended by an error: this rank alone would leave out the rest of the pass."""
     current = passes.epochs.latest
     if (
         current is not None
@@ -363,12 +364,12 @@ def require_no_failure(passes: Passes[Any]) -> None:
 
 
 def batches_into_pass(passes: Passes[Any]) -> int:
-    """Return how many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
+    """Return how many batches of its pass a loader with one iterator for all epochs has delivered; 0 between passes."""
     current = passes.epochs.latest if passes.loader.has_one_iterator else None
     return 0 if current is None or current.delivery.state is State.ENDED else current.batches(passes.batching)
 
 
 def items_left(passes: Passes[Any], position: Position) -> int | None:
-    """Return how many items of this rank's share are left at a position; None if the length is not known."""
+    """Return how many items of this rank's share are left at a position; None if the length is unknown."""
     length = passes.length_if_any(position.epoch)
     return None if length is None else len(passes.plan.share(length, position.taken_of_all))

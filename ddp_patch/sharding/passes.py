@@ -1,4 +1,4 @@
-"""One pass over a rank's share of an epoch: its items, what its loop was given of them, and positions in it."""
+"""One pass over a rank's share of an epoch: its items, its deliveries to the loop, and its positions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Items:
-    """What is known of the items of a pass: nothing, where a loader was sharded before.
+    """What a pass knows of its items; the base class knows nothing, for a loader that was sharded already.
 
     Args:
         source: The source of the items.
@@ -42,34 +42,33 @@ class Items:
         return 0
 
     def drawn_by_all(self, batches: int) -> int | None:
-        """Return how many items all ranks have drawn after so many batches, at least; None if all of them."""
+        """Return how many items all ranks have drawn at least after some batches; None for all items."""
         return None
 
     def are_all_in(self, batches: int | None) -> bool:
-        """Return whether so many batches have all items; None stands for batches that no iterator counts."""
+        """Return whether some batches have all items; ``batches`` is None if no iterator counts."""
         return True
 
     def asked_for(self, state: State) -> tuple[int, int, State]:
-        """Return the least and most batches that were asked for, and the state, where no iterator counts batches."""
+        """Return the least and the most batches that were requested, and the state, if no iterator counts batches."""
         return 0, 0, state
 
 
 class Delivery:
-    """What the training loop was given of a pass, and what the ranks compare of these batches.
+    """The deliveries of a pass to the training loop, and their comparison with the other ranks' deliveries.
 
     The iterator around torch's records each batch, the end, and an error.
 
     Args:
         monitor: Compares the passes over the loader.
-        items: What is known of the pass's items.
+        items: The items of the pass.
 
     Attributes:
-        state: What the loop has seen of the pass: RUNNING; LEFT, when an iterator of the user's ended before the pass;
-            ENDED; or FAILED, when the loop was given an error instead of a batch, and no batch since.
-        batches: How many batches the loop was given, without those that workers fetched ahead; None if no iterator
-            counts them.
+        state: How far the loop has come: RUNNING; LEFT, if an iterator of the user's ended before the pass; ENDED; or
+            FAILED, if the loop got an error instead of a batch, and no batch since.
+        batches: How many batches the loop got, without prefetched batches; None if no iterator counts.
         is_interleaved: Whether an iterator of an earlier pass gave batches while this pass was the latest.
-        next_comparison: After how many batches the ranks are compared.
+        next_comparison: The number of batches after which the ranks compare next.
     """
 
     def __init__(self, monitor: PassMonitor, items: Items) -> None:
@@ -92,7 +91,7 @@ class Delivery:
             self.state = State.RUNNING
 
     def add(self, note: NotedBatch | None = None) -> None:
-        """Record that the loop was given a batch, with the worker's note. This is called in each step."""
+        """Record that the loop gets a batch, with the worker's note. This method is called in each step."""
         if note is not None:
             self._source.keep(note._replace(batch=None))
         if self.batches is None:
@@ -121,19 +120,19 @@ class Delivery:
         self.is_interleaved = True
 
     def lose_count(self) -> None:
-        """Record that the loop is given batches after an error: it is not known which batches."""
+        """Record that the loop gets batches after an error; which batches is unknown."""
         self.state, self.batches = State.RUNNING, None
         self._report_progress()
 
     def fail(self) -> None:
-        """Record that the loop was given an error of the loader's instead of a batch."""
+        """Record that the loop got an error of the loader's instead of a batch."""
         self.state = State.FAILED
         self._report_progress()
         with suppress(RankMismatchError):  # this rank raises an error already
             self._monitor.compare(self._begun)  # other ranks should not have to wait for the next comparison
 
     def end(self) -> None:
-        """Record that the loop has seen an end: the pass's, or before it the end of an iterator of the user's.
+        """Record that the loop has seen an end: the end of the pass, or earlier the end of an iterator of the user's.
 
         Raises:
             RankMismatchError: As ``PassMonitor.compare``.
@@ -149,7 +148,7 @@ class Delivery:
             self._source.note_loop_end()
 
     def progress(self) -> Progress:
-        """Return how many batches the loop was given, and what is known of the pass."""
+        """Return how many batches the loop got, and how far the pass has come."""
         given, state = self.batches, self.state
         least, most, state = (given, given, state) if given is not None else self._items.asked_for(state)
         slack = None if self._has_own_length else self._items.slack()
@@ -159,17 +158,17 @@ class Delivery:
     def _has_own_length(self) -> bool:
         """Whether other ranks may have more or fewer batches in the pass.
 
-        Where no iterator counts batches, workers that have come to the end are asked for more than there is.
+        If no iterator counts batches, the loader asks workers for more batches than there are.
         """
         return self._source.has_own_length or (self._source.is_endless and self.batches is None)
 
     @property
     def _is_open_ended(self) -> bool:
-        """Whether another rank's stream may be longer, which no rank knows before the end."""
+        """Whether another rank's stream may be longer. No rank knows this before the end."""
         return self._source.is_open_ended and not self._has_own_length
 
     def compare(self, *, at_end: bool = False) -> None:
-        """Compare the pass with the other ranks'.
+        """Compare the pass with the other ranks' passes.
 
         Raises:
             RankMismatchError: As ``PassMonitor.compare``.
@@ -182,7 +181,7 @@ class Delivery:
         self._monitor.compare(self._begun, count)
 
     def _report_progress(self) -> None:
-        """Report how far the pass has come, where nobody asks it any more: another pass has begun since."""
+        """Report how far the pass has come, if another pass has begun since."""
         if self._begun is not None and self._begun.stage is Stage.REPORTS:
             self._begun.report(self.progress())
 
@@ -192,7 +191,7 @@ class RankItems(Items, Generic[T]):
 
     Args:
         start: Where the pass begins.
-        passes: What the passes over the loader have in common.
+        passes: The passes over the loader.
         source: The source of the items.
         sizes: Records how many samples each item has, before division; None if no caller needs the sizes.
         divide: Returns this rank's part of an item; None if ranks take whole items.
@@ -201,7 +200,7 @@ class RankItems(Items, Generic[T]):
         source: As given.
         taken_before: How many items of the epoch all ranks had taken before.
         given: How many items were given.
-        drawn: How far the items were asked for: NEW, RUNNING, LEFT or ENDED.
+        drawn: How far the items were drawn: NEW, RUNNING, LEFT or ENDED.
     """
 
     source: ItemSource[T]
@@ -228,10 +227,10 @@ class RankItems(Items, Generic[T]):
         return self.given - length_hint(self._run)
 
     def runs(self, delivery: Delivery) -> Iterator[Iterator[T]]:
-        """Yield the items in runs, from when the first is asked for.
+        """Yield the items in runs. The pass begins when the first item is requested.
 
         Args:
-            delivery: What the loop is given. Where no iterator counts the loop's batches, the ranks compare the runs.
+            delivery: The deliveries to the loop. If no iterator counts the loop's batches, the ranks compare the runs.
         """
         self.drawn = State.RUNNING
         try:
@@ -252,9 +251,9 @@ class RankItems(Items, Generic[T]):
                 self.drawn = State.LEFT
 
     def _note_length(self, length: int) -> None:
-        """Refuse a length that cannot be, and an epoch without steps.
+        """Refuse an impossible length, and an epoch without steps.
 
-        Every rank calls this at the same step: before it is given items of the incomplete round.
+        Every rank calls this method at the same step, before the items of the incomplete round.
         """
         self._has_noted_length = True
         passes, plan, batching = self._passes, self._passes.plan, self._passes.batching
@@ -278,9 +277,9 @@ class RankItems(Items, Generic[T]):
         yield run
 
     def draw_rest(self, items: int) -> bool:
-        """Draw to the end if at most this many items of the share are left, and return whether that is so.
+        """Draw to the end if at most this many items of the share are left; return whether this is the case.
 
-        The samplers then are as the epoch leaves them.
+        The samplers are then in the state after the epoch.
         """
         if self.drawn is State.NEW:  # the pass resumed where nothing was left
             for _ in self.source.chunks():
@@ -294,7 +293,7 @@ class RankItems(Items, Generic[T]):
         return self._passes.slack
 
     def drawn_by_all(self, batches: int) -> int | None:
-        """Return how many items all ranks have drawn after so many batches, at least; None if all of them."""
+        """Return how many items all ranks have drawn at least after some batches; None for all items."""
         if not self.source.is_open_ended:  # all was drawn before the first item was given
             return None
         # Where several workers read a part each, a batch has the items of one part.
@@ -303,13 +302,13 @@ class RankItems(Items, Generic[T]):
         return self.taken_before + self._passes.plan.num_replicas * max(0, taken - 1)
 
     def are_all_in(self, batches: int | None) -> bool:
-        """Return whether so many batches have all items; None stands for batches that no iterator counts."""
+        """Return whether some batches have all items; ``batches`` is None if no iterator counts."""
         if self.source.is_endless or batches is None:
             return True
         return self.drawn is State.ENDED and batches >= self._passes.batching.count(self.taken)
 
     def asked_for(self, state: State) -> tuple[int, int, State]:
-        """Return the least and most batches that were asked for, and the state, where no iterator counts batches."""
+        """Return the least and the most batches that were requested, and the state, if no iterator counts batches."""
         batching, ahead = self._passes.batching, self._passes.loader.batches_ahead
         least, most = max(0, self.taken // batching.size - ahead), batching.count(self.taken)
         if self.drawn is State.ENDED and not ahead and state is State.RUNNING:
@@ -322,7 +321,7 @@ class Pass(Generic[T]):
 
     Args:
         start: Where the pass begins.
-        passes: What the passes over the loader have in common.
+        passes: The passes over the loader.
         source: The source of the items.
         sizes: Records how many samples each item has, before division; None if no caller needs the sizes.
         divide: Returns this rank's part of an item; None if ranks take whole items.
@@ -331,7 +330,7 @@ class Pass(Generic[T]):
         start: Where the pass began.
         source: As given.
         items: This rank's items.
-        delivery: What the loop was given.
+        delivery: The deliveries to the loop.
     """
 
     def __init__(
@@ -353,12 +352,12 @@ class Pass(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the pass is over."""
+        """The epoch of the pass."""
         return self.start.epoch
 
     @property
     def taken_before(self) -> int:
-        """How many items of the epoch all ranks had taken when the pass began. The pass is over the rest."""
+        """How many items of the epoch all ranks had taken when the pass began. The pass has the rest."""
         return self.items.taken_before
 
     @property
@@ -368,22 +367,22 @@ class Pass(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether no more items will be asked for. Persistent workers keep a pass after the loop has seen its end."""
+        """Whether no more items will be requested. Persistent workers keep a pass after the loop has seen its end."""
         return self.delivery.state is State.ENDED or self.items.drawn in {State.LEFT, State.ENDED}
 
     @property
     def likely_length(self) -> int | None:
-        """How many items the epoch has: as found, or as the sampler's or dataset's length says, or None."""
+        """How many items the epoch has: as found, or by the length of the sampler or dataset; None if unknown."""
         if self.source.length is not None:
             return self.source.length
         length = self._passes.length_if_any(self.epoch)
         if length is not None:
             return length
-        # Before the end, the workers of one rank may have found the length, and those of another not.
+        # Before the end, the workers of one rank may have found the length, and the workers of another may not.
         return self.source.lengths_found()[0] if self.delivery.state is State.ENDED else None
 
     def batches(self, batching: Batching) -> int:
-        """Return how many batches the pass has given; with those that workers fetched ahead, if no iterator counts."""
+        """Return how many batches the pass has delivered; with prefetched batches, if no iterator counts."""
         given = self.delivery.batches
         return batching.count(self.items.taken) if given is None else given
 
@@ -411,17 +410,17 @@ class Pass(Generic[T]):
         return Schedule(plan, batching, parts, self._sizes, self.source.sizes, batch_plan)
 
     def draw_end_after(self, batches: int, batching: Batching, *, on_this_rank: bool = False) -> bool:
-        """Draw to the end if nothing is left after this many batches, and return whether it is so.
+        """Draw to the end if nothing is left after this many batches; return whether this is the case.
 
         Args:
             batches: How many batches.
             batching: How the loader makes batches.
-            on_this_rank: Whether it is enough that this rank knows the end, though other ranks may not know it yet.
+            on_this_rank: Whether the end counts if this rank knows it, even if other ranks may not know it yet.
 
         Raises:
-            StateError: These may be all batches, and this rank cannot know that yet.
+            StateError: The batches may be the last ones, and this rank cannot know yet.
         """
-        # A rank with fewer batches than others knows only by having seen the end.
+        # A rank with fewer batches than others knows the end only when its loop has seen the end.
         is_over = self.delivery.state is State.ENDED and batches == self.batches(batching)
         if not is_over:
             most = self._most_batches(batches, batching, on_this_rank=on_this_rank)
@@ -434,7 +433,7 @@ class Pass(Generic[T]):
         return unused >= 0 and (self.is_ended or self.source.ends_within(unused))
 
     def _most_batches(self, given: int, batching: Batching, *, on_this_rank: bool) -> int | None:
-        """Return how many batches the largest share has; None if that is not known when so many were given."""
+        """Return how many batches the largest share has; None if unknown after this many batches."""
         if self.source.rounds is not None:  # the ranks find the end together
             return None
         length, plan = self.likely_length, self._passes.plan
@@ -475,5 +474,5 @@ class Pass(Generic[T]):
         return self.source.position_after(position, batches, partial(self.schedule, batching))
 
     def position_at_end(self, states: States) -> Position:
-        """Return the position after everything was taken, where ``states`` are the samplers'."""
+        """Return the position at the end of the epoch, with the samplers' states."""
         return self.start if self.start.is_ended else Position(self.epoch, turn=None, states=states)

@@ -1,4 +1,4 @@
-"""What is known of a patched loader: its sampler, its passes, its facts, and how many batches it has given."""
+"""The sampler, passes and facts of a patched loader, and how many batches the loader has delivered."""
 
 from typing import Any, cast
 
@@ -14,10 +14,10 @@ from ddp_patch.sharding.sampler import EpochSampler
 
 
 def batches_delivered(facts: LoaderFacts[Any]) -> int:
-    """Return how many batches of the latest pass a patched loader has given, as its ``CountedIterator`` counts.
+    """Return how many batches of the latest pass a patched loader has delivered, as its ``CountedIterator`` counts.
 
     Raises:
-        StateError: Nobody counted them.
+        StateError: The batches were not counted.
     """
     passes, loader = passes_of(facts), facts.loader
     current = passes.epochs.running
@@ -36,7 +36,7 @@ def batches_delivered(facts: LoaderFacts[Any]) -> int:
 
 
 def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
-    """Return the sampler that shards a loader; raise NotPatchedError if it is not this package's."""
+    """Return the sampler that shards a loader; raise NotPatchedError if the sampler is not this package's."""
     require_loader(operation, loader)
     about_to_use(loader)
     return _ours(operation, loader, sharded_by(loader))  # type: ignore[arg-type]  # require_loader checked it
@@ -63,7 +63,7 @@ def passes_of(facts: LoaderFacts[Any]) -> Passes[Any]:
 
 
 def patched_facts(operation: str, loader: DataLoader[Any]) -> LoaderFacts[Any]:
-    """Return what is known of a patched loader; raise if it does not make batches of its share in order."""
+    """Return the facts of a patched loader; raise an error if its batches are not its share in order."""
     require_loader(operation, loader)
     about_to_use(loader)
     facts = look_at(loader)

@@ -1,4 +1,4 @@
-"""How a batch leaves a worker: a small and plain one by value, where torch makes a file of shared memory per tensor."""
+"""How a batch leaves a worker: a small, plain batch by value; torch makes a file in shared memory for each tensor."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -81,7 +81,7 @@ def _plain_tensors(value: Any) -> dict[int, torch.Tensor] | None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is no more than its values, type and shape. Other tensors are left to torch."""
+    """Return whether a tensor has only values, a type and a shape. torch pickles all other tensors."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.requires_grad:
         return False
     return tensor.device.type == "cpu" and tensor.is_contiguous()

@@ -1,4 +1,4 @@
-"""What of a loader is shared; and refusals of what cannot be shared, with the reason and the remedy."""
+"""Choose the unit of a loader that ranks share; refuse loaders that cannot be shared, with reason and remedy."""
 
 from typing import Any, TypeVar
 
@@ -68,7 +68,7 @@ def require_costs(facts: LoaderFacts[Any], costs: Cost) -> None:
     """Refuse costs that do not fit the loader's items, and a loader whose stream cannot be balanced.
 
     Raises:
-        InvalidOptionError: They are not, or it cannot.
+        InvalidOptionError: The costs do not fit, or the stream cannot be balanced.
     """
     name = facts.stream.name
     if facts.unit is ShardedUnit.ITERABLE:
@@ -89,7 +89,7 @@ def require_one_of_each(facts: LoaderFacts[Any], costs: Cost) -> None:
     """Refuse more or fewer costs than the dataset has samples.
 
     Raises:
-        InvalidOptionError: They are not.
+        InvalidOptionError: The two numbers differ.
     """
     n = facts.dataset_length
     if costs.length is not None and n is not None and costs.length != n:
@@ -103,9 +103,9 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
     """Refuse a loader that cannot be sharded in this world with these options.
 
     Raises:
-        AlreadyPatchedError: It was patched for another world.
-        UnsupportedLoaderError: It cannot be copied correctly, or its dataset is sharded already.
-        InvalidOptionError: An option does not work with it.
+        AlreadyPatchedError: The loader was patched for another world.
+        UnsupportedLoaderError: The loader cannot be copied correctly, or its dataset is sharded already.
+        InvalidOptionError: An option does not work with the loader.
         NoStepsError: A rank would make no step.
     """
     found = facts.sharded_by
@@ -115,7 +115,7 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             f"{type(facts.dataset).__name__} was split by split_dataset_by_node() already, so sharding it again would "
             "lose samples. Patch a loader of the whole dataset, without that call."
         )
-    # Ranks with a process group compare what a sampler of somebody else's was made for.
+    # In a process group, ranks compare for which world another package's sampler was made.
     is_compared = world.share_of_rank is not None and not isinstance(found, EpochSampler)
     here = (world.rank, world.num_replicas)
     if found is not None and not is_compared and facts.made_for not in {None, here}:
@@ -184,7 +184,7 @@ def _require_processes(facts: LoaderFacts[Any]) -> None:
 
 
 def _require_readable(facts: LoaderFacts[Any]) -> None:
-    """Refuse a webdataset that raises when ranks read it, which its workers would do in the middle of a training."""
+    """Refuse a webdataset that raises an error when several ranks read it, before its workers do in a training."""
     _, ranks = webdataset_world()
     if facts.unit is not ShardedUnit.ITERABLE or ranks == 1:
         return

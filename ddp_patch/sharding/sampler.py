@@ -23,8 +23,7 @@ T = TypeVar("T")
 class EpochSampler(DistributedSampler[T]):
     """The base class of all samplers that this package puts into a loader, of samplers and of iterable datasets.
 
-    It is a ``DistributedSampler``, because every framework recognises a sharded loader by that class, and shards
-    whatever the sampler says that it may wrap.
+    The class derives from ``DistributedSampler``, by which every framework recognises a sharded loader.
 
     Args:
         passes: The passes over the loader.
@@ -34,7 +33,7 @@ class EpochSampler(DistributedSampler[T]):
     """
 
     is_ddp_aware: bool = True
-    _unit: str = "samples"  # what it shares, in words
+    _unit: str = "samples"  # the shared unit, in words
 
     def __init__(self, passes: Passes[T]) -> None:
         # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.
@@ -80,8 +79,8 @@ class EpochSampler(DistributedSampler[T]):
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one, also of every nested sampler that has a ``set_epoch``.
 
-        Calling it is optional: the epoch advances after each pass that draws anything. If ``epoch`` is already the next
-        one, a position that was loaded stays.
+        The call is optional: the epoch advances after each pass that draws anything. A loaded position in the epoch
+        stays.
         """
         self.rank_passes.choose(epoch)
 
@@ -203,7 +202,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
 
 def describe_share(loader: DataLoader[Any]) -> str | None:
-    """Return what a loader gives this rank, as the log says it; None if the loader is not patched.
+    """Return this rank's share of a loader, in the log's words; None if the loader is not patched.
 
     Shards are counted from 0, as ranks are.
 

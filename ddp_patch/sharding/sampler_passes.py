@@ -31,16 +31,16 @@ T = TypeVar("T")
 
 
 class SharedOrder(Generic[T]):
-    """The order in which ranks share a sampler's items, and how an epoch of it comes.
+    """The order in which ranks share a sampler's items, and the epochs of this order.
 
     Args:
         sampler: The sampler.
         agreed: What the ranks agreed on.
         shuffles: Whether the whole epoch is permuted once more.
-        balancer: Balances the costs of the ranks' items; None if nobody said what these cost.
+        balancer: Balances the costs of the ranks' items; None if the costs are unknown.
 
     Attributes:
-        shuffles: As given; users may change it.
+        shuffles: As given. Users may change this attribute.
     """
 
     def __init__(self, sampler: Iterable[T], agreed: Agreed, *, shuffles: bool, balancer: Balancer | None) -> None:
@@ -50,27 +50,27 @@ class SharedOrder(Generic[T]):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the sampler's order can be looked up once it is drawn; a computed one follows from the epoch."""
+        """Whether the sampler's order is drawn as a whole, then looked up. A computed order is not drawn."""
         return has_order(self._sampler) and not has_computed_order(self._sampler)
 
     @property
     def is_looked_up(self) -> bool:
-        """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
+        """Whether a pass looks its items up in the epoch's order, instead of drawing all ranks' items."""
         return has_order(self._sampler) and not (self.shuffles or self._gives_runs)
 
     @property
     def may_adapt(self) -> bool:
-        """Whether somebody may change the sampler within a pass, so that a step at a time is to be drawn."""
+        """Whether the sampler may change within a pass, so that items must be drawn one step at a time."""
         return self._balancer is None and not has_order(self._sampler)
 
     def drawn(self, epoch: int) -> Callable[[], EpochOrder]:
-        """Return what draws the sampler's own order of an epoch."""
+        """Return a function that draws the sampler's own order of an epoch."""
         # The generator draws what the global one would draw from the epoch's states, and nobody else can draw from it.
         private_generator = torch.Generator().manual_seed(epoch_seed(self._seed.value, epoch))
         return partial(order_of, self._sampler, epoch, private_generator)
 
     def balanced(self, epoch: int, ranks: int) -> Callable[[EpochOrder, int, Digest | None], EpochOrder] | None:
-        """Return what balances an epoch's order, which so many ranks began; None if it is shared as it comes."""
+        """Return a function that balances the order of an epoch that some ranks began; None to leave the order."""
         return None if self._balancer is None else partial(balanced_order, self._balancer, ranks, epoch)
 
     def stream(self, epoch: int, ranks: int, *, has_generators: bool) -> Iterator[T]:
@@ -78,11 +78,12 @@ class SharedOrder(Generic[T]):
 
         Args:
             epoch: The epoch.
-            ranks: How many ranks began it.
+            ranks: How many ranks began the epoch.
             has_generators: Whether the sampler draws from generators of its own.
         """
         begin: Callable[[], Iterator[T]] = partial(start_iterating, self._sampler)
-        # Where nobody else draws from the same, the sampler is not begun: it may count epochs by that.
+        # If the sampler shares no generator, the order is drawn without beginning the sampler, which may count its
+        # passes.
         if self.is_looked_up or (self.is_drawn and not has_generators):
             begin = partial(_in_order, self.drawn(epoch))
         if self.shuffles:
@@ -93,16 +94,16 @@ class SharedOrder(Generic[T]):
 
 
 def _in_order(order: Callable[[], EpochOrder]) -> Iterator[Any]:
-    """Draw an order when its first item is asked for, as torch's samplers do, and yield its items."""
+    """Draw an order when its first item is requested, as torch's samplers do, and yield its items."""
     yield from order().items()
 
 
 def _arranged(begin: Callable[[], Iterator[T]], places: Callable[[int], Sequence[int]]) -> Iterator[T]:
-    """Yield a sampler's epoch in another order, which needs all of it.
+    """Yield a sampler's epoch in another order, for which the whole epoch is drawn first.
 
     Args:
         begin: Begins the sampler.
-        places: Returns the places of the items in its own order, given their number.
+        places: Returns the items' positions in the sampler's own order, for a number of items.
     """
     items = [copy_item(item) for item in begin()]
     for place in places(len(items)):
@@ -116,7 +117,7 @@ def _in_permutation(seed: int, epoch: int, n: int) -> Sequence[int]:
 
 
 def _in_runs(ranks: int, n: int) -> Sequence[int]:
-    """Return the order in which each rank takes a run, where an order is shared in rounds."""
+    """Return the order in which a plan of rounds gives each rank a run."""
     each, more = divmod(n, ranks)  # the first ranks have one more
     starts = [rank * each + min(rank, more) for rank in range(ranks)]
     return [starts[place % ranks] + place // ranks for place in range(n)]
@@ -174,7 +175,7 @@ class SamplerPasses(Passes[T]):
         self.order: SharedOrder[T] = SharedOrder(stream.source, agreed, shuffles=shuffles, balancer=balancer)
         self._are_batches = are_batches
         self._is_one_shot = stream.is_one_shot
-        self._counted_at: tuple[object, ...] | None = None  # when counting was seen to draw nothing
+        self._counted_at: tuple[object, ...] | None = None  # when counting the data drew nothing
         # The loader's generator, if samplers draw from it, too.
         self._shared_generator = loader.generator if states.holds(loader.generator) else None
         # The epochs of nested samplers, as they were last set here. A user may set others, past the outer sampler.
@@ -187,9 +188,9 @@ class SamplerPasses(Passes[T]):
     def stream_length(self, epoch: int) -> int:
         """Return the sampler's length; raise its own TypeError if it has none.
 
-        Some samplers or datasets draw random numbers to find their length, so the random states are put back. Where
-        nothing was drawn, the states are not guarded again before a pass begins or ends, or an epoch is chosen: scripts
-        ask for lengths in every step.
+        Some samplers or datasets draw random numbers to find their length, so the random states are put back. If
+        nothing was drawn, the states are not guarded again until a pass begins or ends, or an epoch is chosen, because
+        scripts ask for lengths in every step.
         """
         epochs = self.epochs
         now = (epoch, epochs.counter.passes, None if epochs.latest is None else epochs.latest.items.drawn)
@@ -203,7 +204,7 @@ class SamplerPasses(Passes[T]):
     def _counting(
         self, epoch: int, generators: Sequence[RandomGenerator] = ()
     ) -> AbstractContextManager[Callable[[], bool]]:
-        """Return the context in which samplers count their data: what they draw in it is alike on all ranks."""
+        """Return the context in which samplers count their data. Their draws in the context are alike on all ranks."""
         return look(generators, seed=self.agreed.seed.value, epoch=epoch)
 
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
@@ -239,11 +240,11 @@ class SamplerPasses(Passes[T]):
         self._note_epochs()
 
     def _note_epochs(self) -> None:
-        """Note the epochs of the nested samplers. When one is another later, the user has chosen it."""
+        """Record the epochs of the nested samplers. An epoch that differs later was chosen by the user."""
         self._epochs_told = epochs_in(self.sampler)
 
     def runs(self) -> Iterator[Iterator[T]]:
-        """Begin a pass over the upcoming epoch when the first item is asked for; yield this rank's items in runs."""
+        """Begin a pass over the upcoming epoch when the first item is requested; yield this rank's items in runs."""
         require_no_failure(self)
         for now, told in zip(epochs_in(self.sampler), self._epochs_told, strict=False):
             if now != told:  # by the user
@@ -303,7 +304,7 @@ class SamplerPasses(Passes[T]):
         return current
 
     def _finish_latest(self) -> None:
-        """Draw the latest pass to its end if its loop was given all batches: a loop over ``len()`` asks for no end.
+        """Draw the latest pass to its end if its loop got all batches: a loop over ``len()`` does not ask for the end.
 
         Batches that workers fetched ahead do not count: ranks may have fetched more or fewer.
         """
@@ -355,14 +356,15 @@ class SamplerPasses(Passes[T]):
         )
 
     def _adapts(self, draw: EpochDraw, ahead: int) -> bool:
-        """Return whether the samplers have changed within the pass; warn once of what that means.
+        """Return whether the samplers have changed within the pass; warn once of the consequences.
 
         Args:
             draw: The context in which the samplers draw.
             ahead: How many steps were drawn at once before.
 
         Warns:
-            StreamOrderWarning: Some were drawn before the change; or later epochs are not those of one process.
+            StreamOrderWarning: Some steps were drawn before the change; or later epochs differ from the epochs of one
+                process.
         """
         had_adapted = draw.has_adapted
         if not draw.adapts():
@@ -394,7 +396,7 @@ class SamplerPasses(Passes[T]):
 
         Raises:
             ExhaustedSamplerError: The epoch has no items, because the sampler is an iterator that was used before.
-            StateError: More items were taken in the resumed state than there are.
+            StateError: The resumed state counts more items than the epoch has.
         """
         if self._is_one_shot and not length and self.epochs.counter.passes > 1:
             raise ExhaustedSamplerError(

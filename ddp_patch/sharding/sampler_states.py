@@ -1,4 +1,4 @@
-"""What an epoch's order follows from, besides its number: generators that samplers hold, counters, their own states."""
+"""The states that an epoch's order follows from, besides its number: samplers' generators, counters and own states."""
 
 import copy
 import marshal
@@ -35,7 +35,7 @@ from ddp_patch.walks import stored
 _MOST_BEGINNINGS = 32
 # How many items are drawn, at most, to find what samplers have counted by the beginning of an epoch.
 _MOST_DRAWN_AGAIN = 2**17
-# How many elements of an array or a list are looked at, to see whether somebody has changed it.
+# How many elements of an array or a list are compared, to notice that the user has changed it.
 _LOOKED_AT = 4096
 
 
@@ -63,7 +63,7 @@ class _Generators:
 
     Args:
         holders: The samplers.
-        name: What errors call them.
+        name: The samplers' name in errors.
         loaders_before: How many loaders draw from a generator and were patched before this one.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Generators:
         self.given: int = len(self.bases)
 
     def find(self, epoch: int) -> None:
-        """Find generators that are new or were seeded anew since: the epoch draws from their states as they are."""
+        """Find generators that are new or were seeded anew; the epoch draws from their present states."""
         if self.draws:
             return
         with one_at_a_time(self._name):
@@ -133,7 +133,7 @@ class _Seen:
         counters: The names of the attributes that draws have changed.
     """
 
-    # By id, because a sampler may be neither hashable nor comparable. An entry goes with its sampler.
+    # By id, because a sampler may be neither hashable nor comparable. An entry is removed with its sampler.
     _of: dict[int, tuple[object, "_Seen"]] = {}  # noqa: RUF012 - all of this process
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class _Seen:
 
     @classmethod
     def of(cls, holder: object, *, looks: bool = True) -> "_Seen":
-        """Return what was seen of a sampler, and note the attributes that have changed since outside of draws."""
+        """Return the record of a sampler, and note the attributes that have changed outside of draws since."""
         key, of = id(holder), cls._of
         if key not in of:
             kept: object = holder
@@ -163,10 +163,10 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Counters:
-    """What samplers count: the plain attributes that draws change, as one loader's draws left them.
+    """The counters of samplers: the plain attributes that draws change, as one loader's draws left them.
 
-    A sampler with ``set_epoch`` or ``state_dict`` counts by these. An attribute that changes outside of draws keeps the
-    new value: the user has set it, or the sampler has learned it.
+    A sampler with ``set_epoch`` or ``state_dict`` counts by these methods instead. An attribute that changes outside of
+    draws keeps the new value: the user has set it, or the sampler has learned it.
 
     Args:
         holders: The samplers.
@@ -182,8 +182,8 @@ class _Counters:
         self._holders = holders
         self.values: dict[_Name, Any] = {}
         self.beginnings: dict[int, dict[_Name, Any]] = {0: {}}
-        # The attributes with which epoch 0 begins, and those that no draw has changed yet, as this loader would begin
-        # with them: a state may hold others.
+        # The attributes with which this loader begins epoch 0, and the attributes that no draw has changed yet. A state
+        # may hold other values.
         self._at_first = [*map(self._counting, range(len(holders)))]
         self._unmoved = [dict(attributes) for attributes in self._at_first]
         self._changes: dict[_Name, int] = {}
@@ -197,7 +197,7 @@ class _Counters:
         return not self.counts_nothing and any(map(self._counting, range(len(self._holders))))
 
     def _counting(self, place: int) -> dict[str, Any]:
-        """Return the attributes of a sampler by which it may count."""
+        """Return the attributes by which a sampler may count."""
         holder = self._holders[place]
         return {} if hasattr(holder, "set_epoch") else plain_attributes(holder)
 
@@ -251,10 +251,10 @@ class _Counters:
             del self.beginnings[min(known for known in self.beginnings if known)]
 
     def restore(self, epoch: int, attributes: Sequence[Mapping[str, Any]]) -> None:
-        """Set attributes of the samplers, with which an epoch begins."""
+        """Set the attributes with which the samplers begin an epoch."""
         for place, plain in enumerate(attributes):
             now = vars(self._holders[place]) if plain else {}
-            # A generator that a sampler was given since stays: a state has its base.
+            # A generator that the sampler got since stays, because a state has its base.
             set_now = {name: each for name, each in plain.items() if not isinstance(now.get(name), RandomGenerator)}
             now.update(set_now)
             _Seen.of(self._holders[place], looks=False).values.update(set_now)
@@ -269,18 +269,18 @@ class _Counters:
 
 
 class SamplerStates:
-    """The samplers of a loader, whose generators, counters and states an epoch's order follows from.
+    """The samplers of a loader. An epoch's order follows from their generators, counters and states.
 
     A generator of a sampler draws each epoch from a state that is made of the generator's base and the epoch. The base
     is the generator's state at the patch, or when the generator came later or was seeded anew.
 
-    A sampler with neither ``set_epoch`` nor ``state_dict`` may count its epochs in plain attributes. What a draw
-    changes in its attributes is kept for the loader's next pass, whatever other loaders draw meanwhile.
+    A sampler with neither ``set_epoch`` nor ``state_dict`` may count its epochs in plain attributes. The changes of a
+    draw to these attributes are kept for the loader's next pass, whatever other loaders draw meanwhile.
 
     Args:
-        holders: The samplers. The attributes that they have now count as unchanged.
-        seed: The seed in force.
-        name: What errors call the sampler.
+        holders: The samplers. Their present attributes count as unchanged.
+        seed: The seed of every epoch's order.
+        name: The sampler's name in errors.
         loaders_before: How many loaders draw from a generator and were patched before this one.
 
     Attributes:
@@ -324,7 +324,7 @@ class SamplerStates:
             begin_iterating: Begins the samplers, to find what they count.
 
         Raises:
-            StateError: What the samplers have counted by the epoch's beginning cannot be found.
+            StateError: The samplers' counters at the epoch's beginning cannot be found.
         """
         counters = self._counters
         counters.note_changes()
@@ -348,7 +348,7 @@ class SamplerStates:
                 if counters.counts_nothing or not left:
                     break
                 counters.end_epoch(before)
-            if not kept.unknown:  # samplers with a state_dict() are as they were: they count by that
+            if not kept.unknown:  # puts samplers with a state_dict() back
                 self.load(kept)
         if epoch in counters.beginnings or not counters.values:
             return
@@ -381,7 +381,7 @@ class SamplerStates:
             epoch: The epoch.
             has_global: Whether the samplers may draw from the global generators.
             first_from: The loader's generator, if the loader draws its workers' seed from it before the samplers draw.
-            is_watched: Whether ``adapts`` will be asked.
+            is_watched: Whether ``adapts`` will be called.
             on_exit: Called whenever the samplers have drawn.
         """
         self._generators.find(epoch)
@@ -395,7 +395,7 @@ class SamplerStates:
     # ---- states ----
 
     def snapshot(self, epoch: int) -> States:
-        """Return the states from which an epoch follows that begins now."""
+        """Return the present states, from which the next epoch follows."""
         self._generators.find(epoch)
         self._counters.note_changes()
         self._counters.put_back()
@@ -445,7 +445,7 @@ class EpochDraw(AbstractContextManager[None]):
         generators: The samplers' generators.
         counters: The samplers' counters.
         rng: The epoch's random states.
-        is_watched: Whether ``adapts`` will be asked.
+        is_watched: Whether ``adapts`` will be called.
         on_exit: Called whenever the context is left.
 
     Attributes:
@@ -480,16 +480,16 @@ class EpochDraw(AbstractContextManager[None]):
         self._rng.__exit__(*exc)
 
     def adapts(self) -> bool:
-        """Return whether the samplers have changed outside of draws, as samplers do that learn."""
+        """Return whether the samplers have changed outside of draws, as samplers that learn do."""
         self.has_adapted = self.has_adapted or (self._left is not None and self._left != _looked_at(self._holders))
         return self.has_adapted
 
 
 class DatasetStates:
-    """The random generators that an iterable dataset holds. It draws from them while it is read, whoever reads it.
+    """The random generators of an iterable dataset, which draws from them while it is read, in any process.
 
     Args:
-        holder: What holds the generators, and nothing else: the dataset's own state is a position in it.
+        holder: An object that holds only the generators, because the dataset's own state is a position.
 
     Attributes:
         holders: That alone.
@@ -499,28 +499,28 @@ class DatasetStates:
         self.holders: Sequence[Any] = [holder]
 
     def holds(self, generator: object) -> bool:
-        """Return whether this is one of them."""
+        """Return whether an object is one of the generators."""
         return any(known is generator for known in random_generators(self.holders))
 
     def snapshot(self, epoch: int) -> States:
-        """Return their states now."""
+        """Return the generators' present states."""
         return States([(0, state) for state in generator_states(self.holders)])
 
     def restore(self, epoch: int, snapshot: States) -> None:
-        """Put them into the states of a snapshot."""
+        """Put the generators into the states of a snapshot."""
         set_generator_states(self.holders, [state for _, state in snapshot.generators])
 
     @property
     def given_generators(self) -> int:
-        """How many there are."""
+        """How many generators there are."""
         return len(random_generators(self.holders))
 
     def end(self, epoch: int) -> None:
-        """Do nothing: they stay where the dataset has left them."""
+        """Do nothing: the generators stay where the dataset has left them."""
 
 
 def _looked_at(holders: Sequence[Any]) -> list[Any]:
-    """Return what samplers store, and objects of the user's that they hold, as far as it can be compared cheaply."""
+    """Return the attributes of samplers, and of the user's objects in them, as far as a comparison is cheap."""
     values = [*chain.from_iterable(stored(holder).values() for holder in holders)]
     values = [value for value in values if not isinstance(value, RandomGenerator)]
     nested = [value for value in values if is_users(value) and not hasattr(value, "__getitem__")]  # as a dataset has
@@ -529,7 +529,7 @@ def _looked_at(holders: Sequence[Any]) -> list[Any]:
 
 
 def _mark_of(value: Any) -> Any:
-    """Return what differs when a value was changed in place; of large ones some elements are looked at."""
+    """Return a mark that differs after a value was changed in place; of a large value, some elements count."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             return times_written(value)
@@ -542,5 +542,5 @@ def _mark_of(value: Any) -> Any:
         value = len(value), [*islice(value.values() if isinstance(value, dict) else value, _LOOKED_AT)]
     try:
         return marshal.dumps(value, 0)
-    except ValueError:  # it has no plain value
+    except ValueError:  # the value is not plain
         return None

@@ -1,4 +1,4 @@
-"""A position in an epoch, how it is written to a state and read, and the state of a loader."""
+"""A position in an epoch, the state of a loader, and how a state is written and read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ class StreamStart(NamedTuple):
     """How a stream begins, to recognise the stream after a restart.
 
     Attributes:
-        seen: How many of its first items are described.
+        seen: How many first items are described.
         value: The digest of the items' names; None if an item has no name.
         whole: A hash of the items' contents; None if all items are alike.
     """
@@ -37,7 +37,7 @@ class StreamStart(NamedTuple):
 
         Args:
             other: How the other stream begins.
-            is_drawn: Whether the other stream may have been read already. Then only exactly the same items will do.
+            is_drawn: Whether the other stream may have been read already. Then only exactly the same items count.
         """
         return self.whole == other.whole is not None if is_drawn else self.value in {None, other.value}
 
@@ -106,7 +106,7 @@ class States:
         samplers: The ``state_dict()`` of each sampler that has one.
         attributes: The plain attributes of the other samplers that have changed since the patch, such as counters.
         streams: The snapshot of an iterable dataset's stream, or of each part of the stream.
-        unknown: Why the states are not known; empty if they are. Unknown states cannot be saved.
+        unknown: Why the states are unknown; empty if they are known. Unknown states cannot be saved.
     """
 
     generators: Sequence[Any] = ()
@@ -161,7 +161,7 @@ class Position:
 
     @property
     def is_at_epoch_start(self) -> bool:
-        """Whether nothing of the epoch was taken."""
+        """Whether no item of the epoch was taken."""
         return not self.is_ended and not any(self.taken)
 
     def or_next_epoch(self) -> "Position":
@@ -254,10 +254,10 @@ _CANNOT_RESUME = "cannot_resume"
 
 
 def no_state(why: str) -> dict[str, Any]:
-    """Return a placeholder for a state that is not known: a checkpoint with it can be saved, but not restored.
+    """Return a placeholder for an unknown state. A checkpoint with the placeholder can be saved, but not restored.
 
-    The placeholder has all fields of a state, because ``torch.distributed.checkpoint`` loads no other fields than those
-    that the loader's state has now.
+    The placeholder has all fields of a state, because ``torch.distributed.checkpoint`` loads only the fields that the
+    loader's state has now.
     """
     return _fields("{}", Position(0), 0, "{}", why)
 
@@ -319,7 +319,7 @@ def _require_number(name: str, states: Sequence[Any], here: int) -> None:
 
 
 def _require_same(said: Mapping[str, Any], said_seed: int, facts: Mapping[str, object], seed: Seed) -> None:
-    """Raise StateError unless a state's facts are those of this loader. A seed that nobody chose may differ."""
+    """Raise StateError unless a state is of this loader. A seed that the user did not choose may differ."""
     said, facts = {**said, "seed": said_seed}, {**facts, "seed": seed.value if seed.is_chosen else said_seed}
     rows = {
         name: f"{_told(said.get(name, 'nothing'))} in the state; {facts.get(name, 'nothing')} here"
@@ -383,10 +383,10 @@ def state_after(
         passes: The passes over the loader.
         batches: How many batches.
         batching: How the loader makes batches.
-        on_this_rank: Whether the pass counts as over if this rank knows that, though other ranks may not know it yet.
+        on_this_rank: Whether the end counts if this rank knows it, even if other ranks may not know it yet.
 
     Raises:
-        InvalidOptionError: The pass has not yielded so many batches.
+        InvalidOptionError: The pass has not yielded this many batches.
         StateError: The order depends on something that no state holds.
     """
     current = passes.epochs.running
@@ -434,7 +434,7 @@ def position_in(passes: "Passes[Any]", state: Any) -> Position:
     """Return the position that a state describes.
 
     Raises:
-        StateError: The state is damaged, of another version of this package, of another loader, or none.
+        StateError: The state is damaged, of another version of this package, or of another loader; or is no state.
     """
     if not isinstance(state, Mapping):
         raise _damaged(f"it is {shown(state)}, a {type(state).__name__} and not a dict")

@@ -1,7 +1,7 @@
-"""Write values as text and read them: what users' samplers and datasets hold travels so through any file format.
+"""Write the states of users' samplers and datasets as text, which any file format keeps, and read them.
 
-JSON alone makes lists of tuples, and texts of numbers that are keys. A value that it would change is written as an
-object with one name that begins with "!", such as ``{"!tuple": [1, 2]}``.
+JSON alone turns tuples into lists, and keys that are numbers into texts. A value that JSON would change is written as
+an object with one name that begins with "!", such as ``{"!tuple": [1, 2]}``.
 """
 
 import base64
@@ -26,7 +26,7 @@ def as_text(value: Any) -> str:
         value: Numbers, strings, bytes, None, tensors, arrays, and lists, tuples, sets and dicts of these.
 
     Raises:
-        TypeError: It holds something else.
+        TypeError: The value holds something else.
 
     Examples:
         >>> as_text({"place": 3, "seen": (1, 2)}), from_text(as_text({7: (1, {2})}))

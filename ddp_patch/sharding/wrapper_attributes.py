@@ -1,4 +1,4 @@
-"""How wrappers hand on attributes: those that are not the wrapper's own are read and set on the wrapped object."""
+"""How wrappers forward attributes: an attribute that is not the wrapper's own is the wrapped object's."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -7,9 +7,9 @@ from ddp_patch.errors import InvalidOptionError
 
 
 class AttributeProxy:
-    """Base of a wrapper. Its own attributes are those of its class, and those that it has when it is sealed.
+    """Base of a wrapper, whose own attributes are its class's, and the attributes that it has when it is sealed.
 
-    A subclass of the user's may set attributes of its own at any time: it is never sealed.
+    A subclass of the user's is never sealed, so it may set attributes of its own at any time.
     """
 
     # By which attribute users know the wrapped object, which attribute keeps it, and names that are not handed on.
