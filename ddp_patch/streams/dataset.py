@@ -1,4 +1,4 @@
-"""What stands in a loader for an iterable dataset, and how a process reads it: what a pass gives, and reports."""
+"""The dataset that replaces an iterable dataset in a loader, and how a process reads it, pass by pass."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -105,7 +105,7 @@ def begin_worker(worker_init_fn: Callable[[int], object] | None, epochs: EpochCo
 
 
 def generators_only(dataset: object) -> SimpleNamespace:
-    """Return an object that holds a dataset's random generators, and not its own state, which is a position in it."""
+    """Return an object with a dataset's random generators, without the dataset's own state, which is a position."""
     return SimpleNamespace(generators=random_generators([dataset]))
 
 
@@ -116,8 +116,8 @@ class Resumed(NamedTuple):
     """A pass that continues at a position, in readers that are started from now on.
 
     Attributes:
-        number: Which pass.
-        position: Where it continues.
+        number: The number of the pass.
+        position: Where the pass continues.
         left_out: How many items of its epoch ``len()`` leaves out.
     """
 
@@ -127,7 +127,7 @@ class Resumed(NamedTuple):
 
 
 class StreamReader(Generic[T]):
-    """Reads a stream in one process. The main process has one, and each of the loader's workers a copy of it.
+    """Reads a stream in one process. The main process has one reader, and each of the loader's workers has a copy.
 
     Args:
         given: The loader that the user gave.
@@ -136,12 +136,12 @@ class StreamReader(Generic[T]):
 
     Attributes:
         dataset: The dataset that the user gave.
-        name: Its class, as errors name it.
-        share: The rank's share of it.
+        name: The dataset's class, as errors name it.
+        share: The rank's share of the dataset.
         shared: The memory in which passes are begun and reported.
         asked: What the dataset asked of its surroundings, in this process or before it was started. The dataset may
             remember the answers, so no question is forgotten.
-        resumed: The pass that continues at a position, if one does.
+        resumed: The pass that continues at a position, if there is one.
     """
 
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed, *, is_compared: bool) -> None:
@@ -174,12 +174,12 @@ class StreamReader(Generic[T]):
     # ---- the next pass ----
 
     def choose_epoch(self, tell: Callable[[int], object], epoch: int) -> None:
-        """Tell the dataset an epoch of the user's, over which the next pass is."""
+        """Tell the dataset the epoch that the user chose for the next pass."""
         tell(epoch)
         self._chosen_epoch = epoch
 
     def take_chosen_epoch(self) -> int | None:
-        """Return the epoch that the user told the dataset since this was called last; None if there is none."""
+        """Return, once, the epoch that the user has told the dataset; None if there is none."""
         chosen, self._chosen_epoch = self._chosen_epoch, None
         return chosen
 
@@ -191,7 +191,7 @@ class StreamReader(Generic[T]):
         """Let no pass continue at a position, and ``len()`` count whole epochs again.
 
         Args:
-            number: Only if this pass was to continue. Default: whichever was.
+            number: The pass that was to continue. Default: any pass.
         """
         if self.resumed is not None and number in {None, self.resumed.number}:
             self.resumed = None
@@ -209,7 +209,7 @@ class StreamReader(Generic[T]):
     # ---- a pass ----
 
     def prepare(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
-        """Prepare this worker for pass ``number``: call the user's function, which may make the dataset another one.
+        """Prepare this worker for pass ``number``: call the user's function, which may change the dataset.
 
         If the dataset stays as it was, the function's questions do not count: most functions ask for a number, or a
         rank, to seed a worker.
@@ -233,7 +233,7 @@ class StreamReader(Generic[T]):
         return start if position is not None or self._made_for is None else start._replace(part=self._made_for)
 
     def items(self) -> Iterator[T]:
-        """Begin a pass when its first item is asked for, and yield the items of this reader."""
+        """Begin a pass when its first item is requested, and yield the items of this reader."""
         current = self._begin()
         for item in current.items():
             self._latest = current
@@ -245,7 +245,7 @@ class StreamReader(Generic[T]):
     def _begin(self) -> "ReaderPass[T]":
         """Begin the pass that the main process has begun by now.
 
-        A worker's first pass is the one for which it was started, although later ones may have begun since.
+        A worker's first pass is the pass for which it was started, although later passes may have begun since.
         """
         begun, self._first_pass = self.shared.begun(self._first_pass), None
         if begun is None or this_worker()[1] != self.share.readers:
@@ -303,10 +303,10 @@ class ReaderPass(Generic[T]):
         """Read the dataset, and yield this rank's items of the stream, or of this reader's part of it."""
         share = self._share
         read, first = self._reading.begin()
-        if first is None and share.is_compared and self.report["marks"] < 0:  # else another iterator reads the same
+        if first is None and share.is_compared and self.report["marks"] < 0:  # else another iterator reads this pass
             read = marked(read, self.report)
-        plan = Plan(0, 1) if share.splits_itself else share.plan  # a part is of one rank
-        # Whole batches: none can come without, and states are taken between two.
+        plan = Plan(0, 1) if share.splits_itself else share.plan  # a part belongs to one rank
+        # Whole batches, because states are taken between two batches.
         rounds = chain([1, share.batching.size - 1 or 1], repeat(share.batching.size))
         stream, taken = self._detecting_split(read), self._start.taken
         # These are samples, not indices, so they need no copies.
@@ -315,7 +315,7 @@ class ReaderPass(Generic[T]):
         return own if share.batch_plan is None else _divided(own, share, share.batch_plan, self._reader.name)
 
     def _of_reader(self, of_rank: Iterator[list[T]]) -> Iterator[T]:
-        """Yield those of the rank's items that this reader gives. Each list lies within one batch."""
+        """Yield the items of the rank's share that this reader delivers. Each list lies within one batch."""
         size, readers, index = self._share.batching.size, self._share.readers, this_worker()[0]
         for items in of_rank:
             if self._takes_turns and self._place // size % readers != index:
@@ -326,7 +326,7 @@ class ReaderPass(Generic[T]):
                 yield item
 
     def note(self) -> NotedBatch | None:
-        """Return what travels with the batch of which the last item was just given: the dataset's state, if known."""
+        """Return the note of the batch whose last item was just yielded: the dataset's state, if known."""
         batches, over = divmod(self._place, self._share.batching.size)
         state = None if over or self._share.splits_itself else self._reading.state_now()
         return None if state is None else NotedBatch(this_worker()[0], batches, state)
@@ -338,8 +338,8 @@ class ReaderPass(Generic[T]):
             length: How many items the stream, or this reader's part of it, has.
 
         Raises:
-            UnsupportedLoaderError: Readers read other streams.
-            StateError: More was taken than there is.
+            UnsupportedLoaderError: Readers read different streams.
+            StateError: The state counts more items than the stream has.
             NoStepsError: A rank would make no step in the epoch.
         """
         share, name, taken, report = self._share, self._reader.name, self._start.taken, self.report
@@ -366,8 +366,8 @@ class ReaderPass(Generic[T]):
     def _detecting_split(self, read: Iterator[T]) -> Iterator[T]:
         """Yield what is read. The first item shows whether the dataset asks which worker it is in.
 
-        Up to then all readers draw from the same random states. After it, a dataset that asked draws from states of its
-        worker's own.
+        Up to the first item, all readers draw from the same random states. After this item, a dataset that asked draws
+        from its worker's own states.
         """
         asked, (_, workers) = self._reader.asked, self._share.worker_of(self._start.part)
         first = next(read, NOTHING)
@@ -394,7 +394,7 @@ class ReaderPass(Generic[T]):
             yield item
 
     def _require_split_by_worker(self) -> None:
-        """Refuse a dataset that is to split itself over all ranks' workers, and does not, or not by its worker alone.
+        """Refuse a dataset that does not split itself over all ranks' workers, or splits itself by its rank, too.
 
         A dataset whose class says ``is_ddp_aware = False`` may ask for its rank, as for a log.
         """
@@ -405,7 +405,7 @@ class ReaderPass(Generic[T]):
             raise messages.asked_for_too_little(name)
 
     def _require_one_way(self) -> None:
-        """Refuse a dataset that is neither one stream nor split into parts, and a state that counts the other."""
+        """Refuse a dataset that is neither one stream nor split into parts, and a state of the other kind."""
         if (readers := self._share.readers) == 1:
             return
         name, counted, ways = self._reader.name, self._start.way, self._reader.shared.reported(self._number).ways

@@ -1,4 +1,4 @@
-"""How a reader reads the user's dataset in one pass: which part, and where, as one process does it."""
+"""How a reader reads the user's dataset in one pass, as one process does: which part, and from where."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,7 +37,7 @@ _LATEST_ITERATORS: Final[WeakKeyDictionary[Any, Callable[[], Any]]] = WeakKeyDic
 
 
 def this_worker() -> tuple[int, int]:
-    """Return the number of this worker, and of all workers; the main process is the only one of its rank."""
+    """Return this worker's number, and the number of workers; the main process is worker 0 of 1."""
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)
 
@@ -49,7 +49,7 @@ class PartStart(NamedTuple):
         part: Which part the reader reads.
         taken: How many items of the part, or of the one stream, all ranks had taken.
         way: Whether these were items of one STREAM, or of PARTS; None if both are possible.
-        known: What is known of the stream there.
+        known: The snapshot of the stream at this position.
     """
 
     part: int
@@ -60,13 +60,13 @@ class PartStart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamShare:
-    """This rank's share of an iterable dataset's stream, which its readers give. It is the same in all processes.
+    """This rank's share of an iterable dataset's stream, delivered by readers. All processes have the same share.
 
     Attributes:
         plan: The rank's share.
         batch_plan: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
         batching: How readers make batches.
-        seed: The seed in force.
+        seed: The seed of every epoch's order.
         readers: How many processes of this rank read the dataset.
         splits_itself: Whether the dataset splits itself over all ranks' readers; else each rank keeps its share of what
             the dataset gives.
@@ -146,7 +146,7 @@ def tell_epoch(dataset: object, epoch: int) -> None:
 
 
 def written_state(dataset: Any) -> bytes | None:
-    """Return a dataset's own state now, as text; None if it has none, or one that is too large or no text."""
+    """Return a dataset's present state, as text; None if there is none, or if it is too large or cannot be written."""
     with suppress(Exception):  # the user's code; without a state its stream is read again
         written = as_text(dataset.state_dict()).encode()
         return written if len(written) <= LARGEST else None
@@ -158,10 +158,10 @@ class DatasetReading(Generic[T]):
 
     Args:
         dataset: The dataset.
-        share: The rank's share of it.
+        share: The rank's share of the dataset.
         epoch: The epoch.
         start: Where the reader begins.
-        asked: Gets the names of what the dataset asks of its surroundings.
+        asked: Collects the names of the attributes that the dataset asks for.
         report: Takes a description of the first items.
 
     Attributes:
@@ -189,7 +189,7 @@ class DatasetReading(Generic[T]):
 
         All readers begin with the same states, so that a dataset may shuffle its files and then take its part.
         """
-        with self._info, self._states:  # the info first: a torch without that raises
+        with self._info, self._states:  # the info first, because a torch without this context raises an error
             began_s = perf_counter()
             try:
                 yield
@@ -222,14 +222,14 @@ class DatasetReading(Generic[T]):
                 raise other_stream(type(self._dataset).__name__, seen)
             self._states = self._new_states()
         if start.way == PARTS:
-            self.use_own_states()  # the first item, after which all readers do, was read before
+            self.use_own_states()  # after the first item, which was read before, all readers use their own states
         return self._followed(self._read(partial(_begun_at, self._dataset, *start.known.state))), first
 
     def _from_beginning(self) -> Iterator[T]:
         """Yield all items, and report the first ones.
 
         Raises:
-            StateError: They differ from the first items when the state was taken.
+            StateError: The first items differ from the first items when the state was taken.
         """
         seen: list[tuple[bytes | None, int]] = []
         names, known = ItemNames(may_move=True), self._start.known.first
@@ -247,9 +247,9 @@ class DatasetReading(Generic[T]):
         yield from self._followed(items)
 
     def _begun_anew(self) -> Iterator[T]:
-        """Begin the dataset where an epoch begins. If its iterator has a state, the dataset's own is no position."""
+        """Begin the dataset for an epoch. If its iterator has a state, the dataset's own state is no position."""
         dataset, initial_state = self._dataset, self._start.known.initial_state
-        is_moved = initial_state and not _stands_at(dataset, *initial_state)  # it was read since
+        is_moved = initial_state and not _stands_at(dataset, *initial_state)  # the dataset was read since
         if is_moved:
             # Its state may have random states, from which the epoch does not draw. A dataset that takes a state only
             # once it is iterated begins anew by itself.
@@ -343,7 +343,7 @@ def _stands_at(dataset: Any, state: Any) -> bool:
 
 
 def _anew_if_empty(dataset: Any, iterator: Iterator[T]) -> Iterator[T]:
-    """Yield the items of a dataset that was given a state; if the state was of its end, those of the next pass."""
+    """Yield the items after a loaded state; if the state is of the stream's end, yield the next pass's items."""
     is_empty = True
     for _ in range(2):
         with suppress(StopIteration):
@@ -357,7 +357,7 @@ def _anew_if_empty(dataset: Any, iterator: Iterator[T]) -> Iterator[T]:
 
 
 def _is_again(dataset: Any, iterator: Any) -> bool:
-    """Return whether a dataset gave the same iterator before; remember it, without keeping it alive if possible."""
+    """Return whether a dataset returned this iterator before; store the iterator, weakly referenced if possible."""
     try:
         before = _LATEST_ITERATORS.get(dataset)
         try:

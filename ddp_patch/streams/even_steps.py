@@ -1,8 +1,8 @@
 """Equal steps if a dataset splits itself: ranks with batches left give some to ranks that have none.
 
-In a round every rank takes its own next batch. A rank that holds none, and reads none, gets a batch that another rank
-holds beyond its own. The ranks report to each other how many batches each holds, plan the rounds that follow from these
-numbers, swap batches for all of them, and deliver them to the loop before they report again.
+In a round every rank takes its own next batch. A rank that holds no batch, and reads none, gets one that another rank
+holds beyond its own next batch. The ranks report to each other how many batches each holds, plan the rounds that follow
+from these numbers, swap batches for all of them, and deliver them to the loop before they report again.
 """
 
 from collections import deque
@@ -70,7 +70,7 @@ def next_round(held: Sequence[int], reads: Sequence[bool], uneven: Uneven) -> Ro
 def rounds_ahead(held: Sequence[int], reads: Sequence[bool], uneven: Uneven) -> list[Round]:
     """Return the rounds that follow from what ranks hold, whatever they read later; places count from the first round.
 
-    They end where a rank that reads on has no batch left: its next one may be its own.
+    The rounds end when a rank that still reads has no batch left, because it may read its next batch itself.
 
     Examples:
         >>> [step.taken for step in rounds_ahead([3, 2], [True, True], "pad")]
@@ -89,7 +89,7 @@ def rounds_ahead(held: Sequence[int], reads: Sequence[bool], uneven: Uneven) -> 
 
 
 class BalancedRounds:
-    """The rounds of a pass, for states: how many batches they took of each rank, and where the ranks' workers end.
+    """The rounds of a pass, for states: how many batches each rank gave, and how many each worker makes in all.
 
     Attributes:
         count: How many rounds there were.
@@ -130,10 +130,10 @@ class BalancedRounds:
         return total
 
     def items_taken(self, rounds: int, before: Sequence[int], size: int) -> list[int]:
-        """Return how many items were taken in all of each part: of the first rank's parts, then of the second one's.
+        """Return how many items were taken of each part: first the first rank's parts, then the second rank's parts.
 
         Args:
-            rounds: After how many rounds of the pass.
+            rounds: The number of rounds of the pass.
             before: How many items were taken of each part before the pass began.
             size: How many items a batch has.
 
@@ -158,7 +158,7 @@ class BalancedRounds:
 
 
 def even_batches(passes: Passes[Any], workers: int, ahead: int, name: str, wrapped: Iterator[Any]) -> Iterator[Any]:
-    """Return the batches of a pass of all ranks.
+    """Return this rank's batches of a pass in which all ranks make equally many steps.
 
     Args:
         passes: The passes over the loader.
@@ -192,7 +192,7 @@ def _handed_out(own: "OwnBatches", passes: Passes[Any], workers: int, ahead: int
     rounds, reported = current.source.rounds, lambda: current.source.reported.column("batches")
     facts = {"epoch": epoch, "num_workers": workers}
     carried = f"batches of number {agreed.number}"
-    # Not more than workers prefetch: they make the next batches while the loop uses the ones before.
+    # At most as many as workers prefetch: workers make the next batches while the loop uses the last ones.
     ahead = max(2, min(AHEAD, ahead))
     with opened(members, doing, carried, facts, agreed.options.timeout) as channel:
         left = yield from even_steps(own, channel, rounds, uneven, reported, ahead)
@@ -228,7 +228,7 @@ class OwnBatches:
         return len(self._held)
 
     def read(self, batches: int) -> None:
-        """Read until so many batches are held, or no more come."""
+        """Read until this many batches are held, or no more batches come."""
         while self.held < batches and self.reads:
             try:
                 self._held.append(next(self._wrapped))
@@ -252,7 +252,8 @@ class OwnBatches:
 
         Args:
             channel: Connects the ranks.
-            least: A failure is raised once fewer batches than this are held; batches before it are delivered.
+            least: A failure is raised once fewer batches than this are held, after the batches before the failure were
+                delivered.
             ends: How many batches each of this rank's workers makes in all.
 
         Raises:
@@ -265,7 +266,7 @@ class OwnBatches:
         return [[*map(int, row)] for row in channel.gathered([self.held, reads, *ends])]
 
     def exchanged(self, rounds: Sequence[Round], channel: Channel) -> deque[Any]:
-        """Send the batches that other ranks get of this one, all at once; return those that this rank gets, in order.
+        """Send other ranks their batches, all at once; return the batches that this rank gets, in order.
 
         Args:
             rounds: The rounds that these batches are for.

@@ -1,7 +1,7 @@
-"""What names the items of a stream in every process alike, and the digests of names by which readers are compared.
+"""The names of a stream's items, alike in every process, and the digests of names by which readers are compared.
 
-Two digests are made of each pass: of its items' names, which are the same in every process; and of their numbers, which
-harmless programs may make otherwise on each rank.
+Each pass has two digests: of its items' names, which are the same in every process; and of their numbers, which may
+differ between the ranks of a harmless program.
 """
 
 import os
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 # The places of the counts at which digests are reported.
 _PLACES: Final = {count: place for place, count in enumerate(COUNTS)}
-# So many names are hashed at once, which takes less time than one by one.
+# How many names are hashed at once, which takes less time than one by one.
 _AT_ONCE: Final = 64
 # The identity of an item that has none.
 NOTHING: Final = (b"", b"")
-# A longer list counts by its length and so many of its elements, a longer text by its length and pieces of this size.
+# A longer list counts by its length and this many elements; a longer text, by its length and pieces of this size.
 _ELEMENTS, _PIECE = 64, 512
 _EMPTY: Final = {dict, list, tuple}
 _WHOLE: Final = (int, np.integer, np.bool_)
 _TIMES: Final = (date, time, timedelta, np.datetime64, np.timedelta64)
-# A path counts by so many last parts: each rank may keep copies of the files in a folder of its own.
+# A path counts by this many last parts, because each rank may keep copies of the files in a folder of its own.
 _PATH_PARTS: Final = 2
 _SCHEME: Final = 12  # A URL has its colon by then.
 
@@ -43,9 +43,9 @@ _Found: TypeAlias = tuple[list[bytes], list[bytes], list[Any]]
 class ItemNames:
     """The identity of each item of one stream: values in it that are the same in every process.
 
-    An item's names are all texts, bytes and paths in it: in mappings, lists, tuples and dataclasses, too. Its whole
-    numbers count apart from its names, because augmentation makes numbers, too: where it cut an image, for example. A
-    mapping with the key ``__key__`` counts by that key alone.
+    An item's names are all texts, bytes and paths in it: in mappings, lists, tuples and dataclasses, too. Whole numbers
+    count apart from names, because augmentation makes numbers, too, such as the place where an image was cut. A mapping
+    with the key ``__key__`` counts by that key alone.
 
     Args:
         may_move: Whether the files may lie elsewhere another time, as in the folder of a job. Then an absolute path
@@ -87,7 +87,7 @@ class ItemNames:
         return b"", b"\0".join(map(_bytes_of, others))
 
     def name_of(self, item: Any) -> bytes | None:
-        """Return an item's names, or its whole numbers if it has none; None if it has neither, as tensors of floats."""
+        """Return an item's names, or else its whole numbers; None if it has neither, like a tensor of floats."""
         if item is None or (type(item) in _EMPTY and not item):
             return b""
         if (found := self._found_in(item)) is None:
@@ -104,7 +104,7 @@ class ItemNames:
         return found
 
     def _find(self, value: Any, found: _Found) -> None:  # noqa: C901 - one flat table of types
-        """Add the names and numbers in a value. The order of types in the code: frequent ones first."""
+        """Add the names and numbers in a value. The code checks frequent types first."""
         kind, (names, numbers, others) = type(value), found
         if value is None:
             return
@@ -153,7 +153,7 @@ class ItemNames:
             is_whole = value.dtype.kind in "iub"
         if not is_whole:
             found[2].append(value)
-        elif not self._may_move or not value.ndim:  # a state is not refused because items were masked anew
+        elif not self._may_move or not value.ndim:  # masking items anew invalidates no state
             found[1].append(few_numbers(value) if value.ndim else b"%d" % int(value))
 
     def _find_in_list(self, value: Sequence[Any], found: _Found) -> None:
@@ -187,7 +187,7 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _pieces(text: Any) -> Any:
-    """Return a text, or bytes; of long ones the beginning, the middle and the end, and how long they are."""
+    """Return a text or bytes; of a long value, the beginning, the middle, the end and the length."""
     if len(text) <= 4 * _PIECE:
         return text
     middle, length = len(text) // 2, str(len(text))
@@ -223,7 +223,7 @@ def marked(items: Iterator[T], report: Report) -> Iterator[T]:
         if len(waiting) == wanted:
             add()
             place = _PLACES.get(digests[0].count)
-            if place is not None and report["number"] == number:  # else a later pass has the memory
+            if place is not None and report["number"] == number:  # otherwise, a later pass uses the memory
                 report[NAMES][place], report[NUMBERS][place] = (digest.value for digest in digests)
                 report["identities"] = is_named + are_apart
                 report["marks"] = place + 1

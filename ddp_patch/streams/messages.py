@@ -1,4 +1,4 @@
-"""What is said of a stream that cannot be shared, or of which samples may be lost: facts, and what to do."""
+"""Messages about streams that cannot be shared, or that may lose samples: facts, and what to do."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -18,7 +18,7 @@ _SEED: Final = (
 
 
 def why_streams_differ(name: str, *, is_in_parts: bool) -> str:
-    """Return what may cause that ranks read different streams, and what to do."""
+    """Return why ranks may read different streams, and what to do."""
     by_worker = " If each worker shuffles its own part, share='by_worker' will do." if is_in_parts else ""
     return (
         f"Each rank keeps its shard of what should be one stream of {name}, so samples are lost. "
@@ -40,7 +40,7 @@ def why_numbers_differ(name: str) -> str:
 
 
 def why_parts_overlap(name: str) -> str:
-    """Return what may cause that two ranks read the same with share="by_worker", and what to do."""
+    """Return why two ranks may read the same samples with share="by_worker", and what to do."""
     return (
         f"With share='by_worker', {name} splits itself by get_worker_info(), which counts the workers of all ranks; so "
         "it splits by something else besides, or its parts are the same. Let it take what its worker's id and "
@@ -50,7 +50,7 @@ def why_parts_overlap(name: str) -> str:
 
 
 def readers_differ(name: str, what: str, items: int, reader: int, why: str) -> str:
-    """Return that two readers of one stream have read different items: in other orders, or with other numbers."""
+    """Return the message that two readers of one stream differ: in their orders, or in numbers."""
     return (
         f"{name} is read {what} by worker 0 and worker {reader} of one rank: they differ within the first {items} "
         f"items. {why}"
@@ -58,7 +58,7 @@ def readers_differ(name: str, what: str, items: int, reader: int, why: str) -> s
 
 
 def cannot_be_named(name: str, why: str) -> str:
-    """Return that the ranks cannot compare the items that they read."""
+    """Return the message that the ranks cannot compare the items that they read."""
     return (
         f"The ranks cannot compare in which order they read {name}: {why}. If each rank reads its own order, samples "
         f"are lost. {_SEED}. To let the ranks compare, give each item a string that names it. If they read one order, "
@@ -67,7 +67,7 @@ def cannot_be_named(name: str, why: str) -> str:
 
 
 def reads_too_much(name: str, ranks: int, items: int, spent_s: float, took_s: float) -> str:
-    """Return that every rank has read all items, and waited for them for most of a pass."""
+    """Return the message that every rank has read all items, and that reading took most of a pass."""
     return (
         f"{name}: each of {ranks} ranks read all {items:,} items, and waited for them for {spent_s:.1f} of "
         f"{took_s:.1f} s. The dataset splits itself over workers, so patch_dataloader_to_ddp(loader, "
@@ -80,7 +80,7 @@ def reads_too_much(name: str, ranks: int, items: int, spent_s: float, took_s: fl
 
 
 def no_pass_begun(name: str) -> UnsupportedLoaderError:
-    """Return the error that a reader was started for which the main process begins no pass."""
+    """Return the error for a reader for which the main process begins no pass."""
     return UnsupportedLoaderError(
         f"{name} cannot be sharded here: the patched loader was rebuilt without its sampler, which begins each epoch, "
         "or with another number of workers. Lightning's predict and overfit_batches and accelerate's "
@@ -97,12 +97,12 @@ ASKED_IN_SOME: Final = "it called get_worker_info() in some of them and not in o
 
 
 def ends_differ(lengths: Iterable[int | None]) -> str:
-    """Return that a dataset which gives all readers one stream has different lengths in some of them."""
+    """Return the message that a dataset's one stream has different lengths in some readers."""
     return f"it never called get_worker_info(), but gave {' and '.join(map(str, lengths))} items in two"
 
 
 def split_in_part(name: str, readers: int, what: str) -> UnsupportedLoaderError:
-    """Return the error that a dataset neither gives all readers one stream, nor splits itself over them.
+    """Return the error for a dataset that neither gives all readers one stream, nor splits itself over them.
 
     Args:
         name: The class of the dataset.
@@ -116,7 +116,7 @@ def split_in_part(name: str, readers: int, what: str) -> UnsupportedLoaderError:
 
 
 def asked_for_rank(name: str) -> UnsupportedLoaderError:
-    """Return the error that a dataset which is to split itself by its worker asked for its rank as well."""
+    """Return the error for a dataset that must split itself by its worker alone, and asked for its rank."""
     return UnsupportedLoaderError(
         f"{name} cannot be read with share='by_worker': it asked for its rank by its first item, so it is sharded "
         "already, and sharding it by workers again would lose samples. Let it split itself by get_worker_info() "
@@ -126,7 +126,7 @@ def asked_for_rank(name: str) -> UnsupportedLoaderError:
 
 
 def asked_for_too_little(name: str) -> UnsupportedLoaderError:
-    """Return the error that a dataset which is to split itself by its worker did not ask for the worker's number."""
+    """Return the error for a dataset that must split itself by its worker, and did not ask for the worker's number."""
     return UnsupportedLoaderError(
         f"{name} cannot be read with share='by_worker': it gave its first item, and had not asked get_worker_info() "
         "which worker it is in (id or num_workers), so each rank would read all of it. Leave share out: then each rank "
@@ -138,7 +138,7 @@ def asked_for_too_little(name: str) -> UnsupportedLoaderError:
 
 
 def of_other_readers(name: str, parts: int, workers: int) -> StateError:
-    """Return the error that a state counts the items of another number of readers."""
+    """Return the error for a state that counts the items of another number of readers."""
     return StateError(
         f"{name} cannot resume from the state, which counts the items of {parts} workers that each read a part: this "
         f"loader has num_workers={workers}. Use num_workers={parts}; the number of ranks may change."
@@ -146,7 +146,7 @@ def of_other_readers(name: str, parts: int, workers: int) -> StateError:
 
 
 def counted_otherwise(name: str, readers: int, *, are_parts: bool) -> StateError:
-    """Return the error that a state counts the items of parts, or of one stream, and the dataset is read otherwise."""
+    """Return the error for a state that counts items of parts where the dataset is one stream, or the reverse."""
     ways = ["one stream, as 0 or 1 workers read it", f"the parts of {readers} workers"]
     counts, reads = ways[are_parts], ways[not are_parts]
     return StateError(
@@ -156,7 +156,7 @@ def counted_otherwise(name: str, readers: int, *, are_parts: bool) -> StateError
 
 
 def other_stream(name: str, items: int) -> StateError:
-    """Return the error that a stream begins with other items than when a state was taken."""
+    """Return the error for a stream whose first items differ from the first items when the state was taken."""
     return StateError(
         f"{name} cannot resume from the state: its first {items} items differ from those when the state was taken, so "
         "the finished ones cannot be skipped. Restore the state with the same samples in the same order; rebuild a "
@@ -165,7 +165,7 @@ def other_stream(name: str, items: int) -> StateError:
 
 
 def ended_before_state(name: str, taken: int, length: int) -> StateError:
-    """Return the error that a stream ended before as many items as were taken in a state."""
+    """Return the error for a stream that has fewer items than the state counts."""
     return StateError(
         f"{name} cannot resume from the state: {counted(taken, 'item')} of the stream were taken in it, and the stream "
         f"ended after {counted(length, 'item')}. Restore it with the dataset that it was taken of; one that is its own "
@@ -174,7 +174,7 @@ def ended_before_state(name: str, taken: int, length: int) -> StateError:
 
 
 def part_ended_before_state(name: str, part: int, readers: int, length: int) -> StateError:
-    """Return the error that a reader of a dataset that splits itself ended before its turns in a state."""
+    """Return the error for a reader's part that has fewer batches than the state counts turns."""
     return StateError(
         f"{name} cannot resume from the state: worker {part} of {readers} had only {counted(length, 'item')} before "
         "its end, so the workers no longer took turns, and nobody knows which batches were done. Begin the epoch "
@@ -183,7 +183,7 @@ def part_ended_before_state(name: str, part: int, readers: int, length: int) -> 
 
 
 def turns_differ(name: str, batches: int) -> StateError:
-    """Return the error that readers on different ranks no longer take the same turns, so that no state counts them."""
+    """Return the error for readers whose turns differ between ranks, so that no state can count them."""
     return StateError(
         f"The state of {name} cannot be saved after {counted(batches, 'batch')}: with uneven='keep' a worker has come "
         "to its end on some ranks and not on others, so the ranks' workers no longer take the same turns. Use "
@@ -192,7 +192,7 @@ def turns_differ(name: str, batches: int) -> StateError:
 
 
 def unknown_ends(name: str, batches: int, readers: int, waited_s: int) -> StateError:
-    """Return the error that readers may have come to their ends, and have not all reported it."""
+    """Return the error for readers that may have come to their ends, and have not all reported their ends."""
     return StateError(
         f"{name} may have ended after {counted(batches, 'batch')}, but not all of its {readers} workers, which read a "
         f"part each, have reported that within {waited_s} s. Take the state a step earlier, or after the pass."

@@ -1,8 +1,9 @@
 """What the main process and the readers of a stream report to each other, in memory that the processes share.
 
-A reader is a process that iterates the user's dataset, each of the loader's workers or else the main process: it begins
-the pass that the main process has begun here, gives its part of this rank's items, and reports what it found. What the
-main process knows of a pass are the readers' reports, and the notes that travel with their batches.
+A reader is a process that iterates the user's dataset: each of the loader's workers, or the main process if there are
+no workers. A reader begins the pass that the main process has begun here, yields its part of this rank's items, and
+reports its findings. The main process knows a pass by the readers' reports, and by the notes that travel with their
+batches.
 
 | call | caller, process | what it gives |
 | --- | --- | --- |
@@ -15,8 +16,8 @@ main process knows of a pass are the readers' reports, and the notes that travel
 
 A worker is started with a copy of the main process's ``StreamReader``, which knows where a pass resumes. Ends and
 digests do not travel with batches: a worker finds its end after its last batch, and torch then sends nothing of ours.
-To look one item ahead would hold each batch back until the next item is there. Nor do notes travel through iterators
-that are not torch's.
+Looking one item ahead would delay each batch until the next item is there. Iterators that are not torch's carry no
+notes either.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 STREAM, PARTS = range(2)
 # When the dataset's own state was taken: where the pass began, or where it ended.
 BEGUN, ENDED = range(2)
-# Of which items a reader reports digests: the first 1, 2, 4, ... This is enough for 10**12 items.
+# Of which items a reader reports digests: the first 1, 2, 4, ... These counts are enough for 10**12 items.
 COUNTS: Final = list(islice(mark_counts(), 128))
 # The digests of names, and those of numbers.
 NAMES, NUMBERS = "names", "numbers"
@@ -81,12 +82,12 @@ def blank_reports(readers: int) -> "NDArray[np.void]":
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportedPass:
-    """What the readers of a pass had reported when the value was made.
+    """The readers' reports of a pass at the moment when this value was made.
 
     Attributes:
         reports: A record for each reader, in the order of their turns.
-        states: The memory of the dataset's own states, as text: of each reader, BEGUN and ENDED. A state counts as long
-            as it is the one that was reported; a later pass may store another.
+        states: The memory of the dataset's own states, as text: of each reader, BEGUN and ENDED. A state counts only
+            while its check is the reported one, because a later pass may store another state.
 
     Examples:
         >>> reports = blank_reports(2)
@@ -125,7 +126,7 @@ class ReportedPass:
 
     @property
     def lengths_found(self) -> Sequence[int | None]:
-        """How many items the stream has, or each reader's part of it; None where no reader came to the end."""
+        """How many items the stream, or each reader's part, has; None if no reader came to the end."""
         return self.lengths if self.is_in_parts else [next((each for each in self.lengths if each is not None), None)]
 
     @property
@@ -135,18 +136,18 @@ class ReportedPass:
 
     @property
     def turns(self) -> list[int]:
-        """Which part each reader reads: after the first one's, each reads the next."""
+        """Which part each reader reads. Each reader reads the part after the part of the reader before."""
         readers = len(self.reports)
         known = ((part - reader) % readers for reader, part in enumerate(self.column("part")) if part >= 0)
         first = next(known, 0)
         return [(first + reader) % readers for reader in range(readers)]
 
     def parts(self, taken_of_all: int, taken: Sequence[int]) -> Sequence[Part]:
-        """Return what the pass is over: one stream, or the readers' parts, from the one whose turn is first.
+        """Return the parts of the pass: one stream, or the readers' parts, beginning with the part whose turn is first.
 
         Args:
             taken_of_all: How many items of the stream were taken before the pass.
-            taken: How many of each part; anything else, if they were not counted by part.
+            taken: How many items were taken of each part; a list of any other length if items were not counted by part.
         """
         if not self.is_in_parts:
             return [Part(taken_of_all, self.lengths_found[0])]
@@ -173,10 +174,10 @@ class ReportedPass:
         ]
 
     def digests(self, of: str = NAMES) -> dict[int, int]:
-        """Return the digests of what all readers read, by their counts; none before it is known how they read.
+        """Return the digests of all readers' items, by their counts; none before the readers' way of reading is known.
 
         Readers of one stream have the same digests. Of parts, the digest at a count is the hash of all parts' digests.
-        Where a part ended before a count, the digest at its end counts, which no stream has that goes on.
+        If a part ended before a count, the digest at its end counts; no longer part has this digest.
         """
         if len(self.ways) != 1:
             return {}
@@ -200,7 +201,7 @@ class ReportedPass:
         return None
 
     def start_of(self, reader: int, read: int) -> StreamStart | None:
-        """Return what describes the first items of a reader's stream, of which so many were read; None if nothing."""
+        """Return the description of a reader's first items, of which ``read`` were read; None if there is none."""
         if (seen := min(RECOGNISED_BY, read, self.column("seen")[reader])) < 1:
             return None
         value, whole = (None if part < 0 else part for part in self.column("starts")[reader][seen - 1])
@@ -218,21 +219,21 @@ class ReportedPass:
 # ---- the memory ----
 
 
-# The reports of so many passes are kept: iterators may live side by side.
+# The reports of this many passes are kept, because several iterators may live at once.
 _PASSES_KEPT = 32
-# The largest state of a dataset, in bytes, that is stored. A stream with larger ones is read again.
+# The largest state of a dataset, in bytes, that is stored. A stream with a larger state is read again.
 LARGEST = 64 * 1024
 
 # What the main process writes: its latest pass, and which epoch each pass is over, with a check.
 _PASSES = np.dtype([("latest", np.int64), ("epochs", np.int64, (_PASSES_KEPT, 2))])
 
-# A processor may let another process see what was written last before what was written first. So a value counts only
-# with its check. Until then it is read again, so many times, and is unknown after that.
+# Another process may see a later write before an earlier one. So a value counts only if its check fits. Otherwise, the
+# value is read again, at most this many times, and then counts as unknown.
 _READS = 100
 
 
 class Report:
-    """What one reader reports of a pass, in its own place of the shared memory.
+    """One reader's report of a pass, in the reader's place of the shared memory.
 
     Args:
         row: Where its numbers lie.
@@ -246,7 +247,7 @@ class Report:
         return self._row[0][name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Write a value; what was written into its arrays before counts from now on, too."""
+        """Write a value. Earlier writes into the report's arrays count from now on, too."""
         self._row[0][name] = value
         self._row[0]["check"] = check_of(self._row.view(np.int64)[:-1])
 
@@ -281,7 +282,7 @@ class SharedReports:
         self._map()
 
     def _map(self) -> None:
-        """Lay records over the memory; that of a copy is not shared yet."""
+        """Lay records over the memory, which a copy does not share yet."""
         self._memory.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         memory, begun = self._memory.numpy(), _PASSES.itemsize
         reported = begun + _PASSES_KEPT * self.readers * REPORT.itemsize
@@ -303,20 +304,20 @@ class SharedReports:
         self._begun["latest"] = number
 
     def begun(self, number: int | None = None) -> tuple[int, int] | None:
-        """Return the number of a pass, by default the latest one, and its epoch; None if it has not begun."""
+        """Return the number and the epoch of a pass, by default of the latest one; None if the pass has not begun."""
         number = int(self._begun["latest"]) if number is None else number
         for _ in range(_READS):
             epoch, check = self._begun["epochs"][number % _PASSES_KEPT].tolist()
             if check == check_of(np.array([number, epoch])):
                 return number, epoch
-            if check < 0:  # none was written
+            if check < 0:  # no pass was written
                 return None
             sleep(0)
         return None
 
     def report(self, number: int, reader: int) -> Report:
         """Return a reader's report of pass ``number``, to write into: a blank one at first."""
-        row = self._reports[number % _PASSES_KEPT, reader : reader + 1]  # which the pass of 32 before it had
+        row = self._reports[number % _PASSES_KEPT, reader : reader + 1]  # which the pass 32 passes before had
         report = Report(row, self._states[reader])
         if report["number"] != number:
             row.view(np.int64)[:] = -1
@@ -355,16 +356,16 @@ def position_of_parts(
     """Return the position after some batches of one stream, which is one part, or of parts that readers read.
 
     Args:
-        position: What follows from the number of batches.
+        position: The position by the number of batches alone.
         start: Where the pass began.
-        batches: How many; at least one.
+        batches: How many batches; at least one.
         schedule: The batches of the pass.
-        reported: What readers have reported of it.
+        reported: The readers' reports of the pass.
         notes: The latest notes of each reader.
         name: The class of the dataset.
 
     Raises:
-        StateError: Ranks have taken other batches of some parts, so that no state can describe the position.
+        StateError: Ranks have taken different numbers of batches of a part, so no state can describe the position.
     """
     in_parts, readers = reported.is_in_parts, len(reported.reports)
     if in_parts and not schedule.are_alike(batches):
@@ -385,6 +386,6 @@ def position_of_parts(
             )
         taken.append(now[turn])
         known.append(snapshot)
-    # The reader after the last one: every rank knows that one, and not yet whether it has come to its end.
+    # The reader after the latest one. Every rank knows this reader, even if its end is still unknown.
     upcoming = turns[(schedule.record(batches - 1).part + 1) % len(turns)]
     return replace(position, taken=taken, turn=upcoming, states=replace(position.states, streams=known))

@@ -1,4 +1,4 @@
-"""The passes over a sharded stream in the main process: their sampler, and what is known of each pass."""
+"""The passes over a sharded stream in the main process: their sampler, and the knowledge of each pass."""
 
 import logging
 import warnings
@@ -35,7 +35,7 @@ from ddp_patch.streams.reports import ENDED, NUMBERS, ReportedPass, position_of_
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
-# A rank that waits for less than this for a pass has nothing to gain.
+# A rank that waits less than this in a pass has nothing to gain.
 _LONG_S = 1.0
 
 # How long a state waits for readers to report the end, where the length says that it has come.
@@ -47,8 +47,8 @@ _INDICES = [None] * 1024
 class StreamSampler(EpochSampler[None]):
     """The index sampler of a sharded iterable dataset.
 
-    torch puts such a sampler into a loader of an iterable dataset. This one begins the epoch when the loader asks for
-    its first batch, and has the ``set_epoch`` that training loops and frameworks call.
+    torch puts such a sampler into a loader of an iterable dataset. This sampler begins the epoch when the loader asks
+    for its first batch, and has the ``set_epoch`` that training loops and frameworks call.
 
     Args:
         given: The loader that the user gave.
@@ -121,10 +121,10 @@ class StreamPasses(Passes[None]):
         # Whether workers read the same datasets in the next pass, not new copies of the one here.
         self._are_kept: bool = getattr(given.loader, "persistent_workers", False)
         self.ahead: int = getattr(given.loader, "prefetch_factor", None) or 2
-        self._seen_epoch: int | None = 0  # so that an epoch counts that was set on the dataset before
+        self._seen_epoch: int | None = 0  # so that an epoch that was set on the dataset before counts
 
     def stream_length(self, epoch: int) -> int:
-        """Return how many items the stream has; raise TypeError where nobody knows."""
+        """Return how many items the stream has; raise TypeError if unknown."""
         if self.reader.share.splits_itself:
             raise TypeError("the dataset decides how many items each worker reads")
         dataset: Any = self.reader.dataset
@@ -138,9 +138,9 @@ class StreamPasses(Passes[None]):
             yield
 
     def _follow_dataset(self) -> None:
-        """Choose the epoch that the user has set, by the loader's dataset or on their own one.
+        """Choose the epoch that the user has set, on the loader's dataset or on the user's own dataset.
 
-        The epoch that their own dataset stores counts if it has changed.
+        The epoch that the user's own dataset stores counts if it has changed.
         """
         chosen = self.reader.take_chosen_epoch()
         now = _stored_epoch(self.reader.dataset) if chosen is None else None
@@ -169,18 +169,19 @@ class StreamPasses(Passes[None]):
         self._follow_dataset()
         if self.batch_plan is None:
             return self._indices()
-        # The last indices of a batch of one process, as many as this rank gets: to take them counts the whole batch.
+        # Of each batch of one process, this rank gets the last indices, as many as its part has, so the whole batch
+        # counts.
         taken = self.indices_per_batch
         return compress(self._indices(), cycle([False] * (self.batching.size - taken) + [True] * taken))
 
     @property
     def indices_per_batch(self) -> int:
-        """How many indices make workers give one of this rank's batches, where it is full."""
+        """How many indices a full batch of this rank needs."""
         size = self.batching.size
         return size if self.batch_plan is None else sum(map(len, self.batch_plan.divide(size)))
 
     def _indices(self) -> Iterator[None]:
-        # Ask again: another iterator may have begun an epoch, or the user set one, since this one was made.
+        # Ask again, because another iterator may have begun an epoch since, or the user may have set one.
         epoch, reader = self.epochs.upcoming, self.reader
         number = self.epochs.counter.passes + 1
         resumed = self.epochs.position or reader.resumed_at(number, epoch)
@@ -197,8 +198,8 @@ class StreamPasses(Passes[None]):
         if resumed is None:
             reader.forget_resumed()
         self.epochs.begin(current)
-        # In this process, too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets),
-        # they then only confirm it: two workers that change it at once could leave it wrong.
+        # In this process, too. If the epoch lies in memory shared with the workers (as in Hugging Face's datasets),
+        # workers then only confirm the epoch: two workers that change it at once could leave it wrong.
         tell_epoch(reader.dataset, epoch)
         self._seen_epoch = _stored_epoch(reader.dataset)
         try:
@@ -207,7 +208,7 @@ class StreamPasses(Passes[None]):
             reader.forget_resumed(number)
 
     def _why_streams_differ(self) -> str:
-        """Return what may cause that ranks read different streams, and what to do."""
+        """Return why ranks may read different streams, and what to do."""
         latest = self.epochs.latest
         is_in_parts = latest is not None and latest.source.is_in_parts  # the dataset asks for its worker
         return messages.why_streams_differ(self.name, is_in_parts=is_in_parts)
@@ -244,7 +245,7 @@ class StreamPasses(Passes[None]):
 
 
 def _stored_epoch(dataset: object) -> int | None:
-    """Return the ``epoch`` of a dataset that takes one, or its first whole number with that word in its name."""
+    """Return the ``epoch`` of a dataset with ``set_epoch``, or its first whole number whose name contains "epoch"."""
     if not callable(getattr(dataset, "set_epoch", None)):
         return None
     stored = (value for name, value in vars(dataset).items() if "epoch" in name.lower())
@@ -253,17 +254,17 @@ def _stored_epoch(dataset: object) -> int | None:
 
 
 class StreamSource(ItemSource[None]):
-    """An index for every item, None, forever. Readers read the items, and find the end if there is one.
+    """Endless indices, which are None: readers read the items, and find the end if there is one.
 
-    The main process knows of a pass what readers report of it, and what they note with batches.
+    The main process knows a pass by the readers' reports, and by the notes that travel with batches.
 
     Args:
         start: Where the pass begins.
         passes: All passes over the loader.
-        number: Which of these it is.
+        number: The number of this pass.
 
     Attributes:
-        rounds: The rounds in which ranks send each other batches; None if each gives its own.
+        rounds: The rounds in which ranks send each other batches; None if each rank delivers its own batches.
     """
 
     is_endless: bool = True
@@ -285,18 +286,18 @@ class StreamSource(ItemSource[None]):
         return repeat(_INDICES)
 
     def ends_within(self, items: int) -> bool:
-        """Return True: nothing has to be drawn here to know what is left."""
+        """Return True, because nothing has to be drawn here."""
         return True
 
     def keep(self, note: NotedBatch) -> None:
-        """Keep the note of a batch that the loop is given."""
+        """Keep the note of a batch that the loop gets."""
         self._notes[note.worker_index].append(note)
 
     # ---- what readers have reported by now ----
 
     @property
     def reported(self) -> ReportedPass:
-        """What the readers have reported of the pass."""
+        """The readers' reports of the pass."""
         return self._passes.reader.shared.reported(self._number)
 
     @property
@@ -305,11 +306,11 @@ class StreamSource(ItemSource[None]):
         return self.reported.is_in_parts
 
     def lengths_found(self) -> Sequence[int | None]:
-        """Return how many items the stream has, or each reader's part of it; None where no reader came to the end."""
+        """Return how many items the stream, or each reader's part, has; None if no reader came to the end."""
         return self.reported.lengths_found
 
     def parts(self, taken: int) -> Sequence[Part]:
-        """Return what the pass is over: one stream, or readers' parts, from the one whose turn is first."""
+        """Return the parts of the pass: one stream, or readers' parts, beginning with the part whose turn is first."""
         return self.reported.parts(taken, self._start.taken)
 
     def most_when_found(self, schedule: Callable[[], Schedule], batches: int, *, may_end: bool) -> int | None:
@@ -336,10 +337,10 @@ class StreamSource(ItemSource[None]):
         return marks
 
     def require_one_order(self) -> None:
-        """Raise RankMismatchError if this rank's readers should read one stream, and read others.
+        """Raise RankMismatchError if this rank's readers read different streams instead of one.
 
         Warns:
-            RankMismatchWarning: They read items of the same names and with other numbers.
+            RankMismatchWarning: The readers' items have the same names and different numbers.
         """
         reported, name = self.reported, self._passes.name
         if (found := reported.readers_differ()) is not None:
@@ -351,12 +352,12 @@ class StreamSource(ItemSource[None]):
             warnings.warn(text, RankMismatchWarning, stacklevel=2)
 
     def note_first_batch(self) -> None:
-        """Warn that the ranks compare no more than the number of the items, if nothing names those read so far."""
+        """Warn that the ranks compare only the number of items, if no item so far has a name."""
         if self.reported.names_nothing:
             self._passes.warn_of_names("its items have no string, number or tensor in memory")
 
     def note_loop_end(self) -> None:
-        """Warn if all items have one name; and if reading took most of a pass, log what would read less."""
+        """Warn if all items have one name. If reading took most of a pass, log a way to read less."""
         reported, passes = self.reported, self._passes
         if reported.names_all_alike:
             passes.warn_of_names("all of its items have the same strings and numbers")
@@ -375,7 +376,7 @@ class StreamSource(ItemSource[None]):
         """Return the position after this many batches.
 
         Raises:
-            StateError: No state can describe it.
+            StateError: No state can describe the position.
         """
         start, share, name = self._start, self._passes.reader.share, self._passes.name
         if not batches:
