@@ -37,7 +37,7 @@ from ddp_patch.sharding.state_text import from_text
 
 T = TypeVar("T")
 
-# How many first items of an order the replicas compare. They meet before they draw.
+# How many first items of an order the replicas compare, when they meet before drawing.
 _COMPARED = 256
 
 
@@ -113,13 +113,13 @@ class ElasticLoader(Generic[T]):
             num_replicas: How many replicas take part.
 
         Raises:
-            NoStepsError: The epoch has no step for so many replicas.
+            NoStepsError: The epoch has no step for this many replicas.
             DDPPatchError: Any error of ``restore_loader`` or ``iter_with_weights``.
         """
         self._state = self.state(step)
         shared_by, goes_on = (rank, num_replicas), self._step is not None and step == self._step + 1
         given = self._ahead if goes_on and shared_by == self._shared_by else None
-        self._shared_by = None  # it stays None if this call fails
+        self._shared_by = None  # stays None if this call fails
         if given is None:
             given = self._begin(rank, num_replicas)
         self._taken += 1
@@ -153,7 +153,7 @@ class ElasticLoader(Generic[T]):
         """
         was_given = self._step == step
         self._state, self._step = state, None
-        if was_given:  # it followed from the old position: take the batch that follows from the new one
+        if was_given:  # that batch followed from the old position: take the batch of the new position
             self.batch(step, rank, num_replicas)
 
     def numbers(self, step: int) -> tuple[int, int]:
@@ -179,7 +179,7 @@ class ElasticLoader(Generic[T]):
         restore_loader(self._patched, self._state)
         self._steps = iter_with_weights(self._patched)
         first = next(self._steps, None)
-        if first is None:  # the rest is less than one step of so many replicas: begin the next epoch
+        if first is None:  # the rest is less than one step of this many replicas: begin the next epoch
             self._steps = iter_with_weights(self._patched)
             first = next(self._steps, None)
         if first is None:

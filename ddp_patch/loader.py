@@ -97,7 +97,7 @@ _STATEFUL = ("state_dict", "load_state_dict")
 
 
 class OwnMethods:
-    """The methods of one patched loader. They are stored as its attributes, because its class is not changed.
+    """The methods of one patched loader, stored as the loader's attributes, because its class is not changed.
 
     The loader's iterators count the batches that they yield. ``state_dict`` and ``load_state_dict`` save and restore
     the loader's position. A deep copy of the loader and a pickled one have methods of their own. A shallow copy has
@@ -343,7 +343,7 @@ def assert_loaders_patched(loaders: Loaders) -> None:
         loaders: A loader, or a list, tuple or dict of loaders, nested as you like. None means no loader.
 
     Raises:
-        NotPatchedError: At least one loader is not sharded. It is also an ``AssertionError``.
+        NotPatchedError: At least one loader is not sharded. The error is also an ``AssertionError``.
         NotALoaderError: ``loaders`` has something that is not a loader, no loader at all, or an empty list or dict.
 
     Examples:

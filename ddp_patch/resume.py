@@ -150,7 +150,7 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     padding.
 
     A loader that was patched without ``seed=`` gets the state's seed. Restoring reads no samples of a map-style
-    dataset. It draws the skipped indices again, or skips them at once if the sampler has random access.
+    dataset. The skipped indices are drawn again, or skipped at once if the sampler has random access.
 
     Args:
         loader: A loader that was built like the saved one and then patched. Every rank must restore the same state.

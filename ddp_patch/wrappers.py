@@ -54,8 +54,8 @@ class DDPSamplerWrapper(ShardedSampler[T]):
     Args:
         sampler: A sampler, or any iterable of indices.
         shuffle_samples_between_gpus: Shuffle the whole epoch once more, as
-            ``torch.utils.data.DistributedSampler(shuffle=True)`` shuffles a dataset. This keeps one epoch's items in
-            memory. Pass False to keep the sampler's own order.
+            ``torch.utils.data.DistributedSampler(shuffle=True)`` shuffles a dataset. The shuffling keeps one epoch's
+            items in memory. Pass False to keep the sampler's own order.
         pad_data_to_num_gpus: True means ``uneven="pad"``, False means ``uneven="drop"``.
         options: Keywords that mean the same as in ``patch_dataloader_to_ddp``: ``num_replicas`` and ``rank``,
             ``process_group``, ``device_mesh``, ``uneven`` (overrides ``pad_data_to_num_gpus``), ``layout``, ``seed``

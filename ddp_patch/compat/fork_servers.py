@@ -32,7 +32,7 @@ def preloaded() -> list[str]:
 
 
 class Server(forkserver.ForkServer):
-    """A process from which other processes are forked. It starts at its first use, and ends with this process.
+    """A process from which other processes are forked; starts at its first use, and ends with this process.
 
     Args:
         environment: Variables of its environment, in addition to this process's variables.

@@ -185,7 +185,7 @@ TAKE_LOADERS: Final[Sequence[tuple[str, str, str]]] = (
 # it before Lightning replaces the loader's sampler. The strategy's public `process_dataloader` is called later.
 LIGHTNING_TAKES_LOADERS: Final = ("_data_connector", "_prepare_dataloader")
 
-# The attributes in which Lightning's hooks record a loader's arguments, to rebuild it. They are the unpatched loader's.
+# The attributes in which Lightning's hooks record the unpatched loader's arguments, to rebuild the loader.
 LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__pl_saved_args", "__pl_saved_kwargs"})
 
 # The only arguments with which Lightning rebuilds a batch sampler for predict and overfit_batches.
@@ -238,7 +238,7 @@ def lightning_restarts_exactly(trainer: Any) -> bool:
 def finish_lightning_epoch(trainer: Any, fetcher: Any, *, has_validated: bool) -> None:
     """Let a Trainer that restarts after the last batch of an epoch finish the epoch before the next one.
 
-    By itself the Trainer skips validation if the checkpoint was saved before it.
+    Without this function, the Trainer skips the validation that was due after the checkpoint.
 
     Args:
         trainer: The Trainer, which has read the checkpoint and set up its loops.

@@ -162,7 +162,8 @@ def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
     """Return a gloo group of these ranks alone, in which two ranks connect when they first exchange data.
 
     The public ``dist.new_group`` needs all ranks of the job, or ranks that are all in equally many groups, because the
-    number of groups names the new group. It connects every rank with all others. torch 2.4 can only do so, too.
+    number of groups names the new group. Groups of ``dist.new_group`` connect every rank with all others, as all groups
+    do in torch 2.4.
 
     Raises:
         TorchVersionError: This torch was built without gloo.

@@ -16,8 +16,8 @@ from ddp_patch.validation import counted
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-# More rows than a batch has. Where whole batches are shared, a row's key is its batch's number times this, plus its
-# row.
+# A number above the rows of any batch. If whole batches are shared, a row's key is its batch's number times this
+# number, plus the row's place in the batch.
 _ROWS_OF_A_BATCH = 2**24
 
 

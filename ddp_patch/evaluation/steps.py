@@ -186,8 +186,8 @@ def iter_with_weights(
         dtype: The weights' dtype. Default: ``torch.get_default_dtype()``.
 
     Yields:
-        The batch, and its weights, of shape [samples], or of shape [] with ``batch_size=None``. They are on the CPU:
-        on a GPU, multiply by ``weights.to(losses.device)``.
+        The batch, and its weights, of shape [samples], or of shape [] with ``batch_size=None``. The weights are on the
+        CPU: on a GPU, multiply by ``weights.to(losses.device)``.
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.

@@ -128,8 +128,8 @@ class PatchedLoadersMixin:
         self._count = count = _restore(self._saved, dataloader, args, steps)
         if count is None:
             return tuple(values)
-        # Steps count on from the checkpoint's step, whose number is in its folder's name. They are ahead of the steps
-        # of epochs of the present length by this many.
+        # Steps count on from the checkpoint's step, whose number is in its folder's name. ``ahead`` is that step less
+        # the step after the same epochs of the present length.
         ahead = self._saved.global_step - count.step
         if (ahead or count.batches != len(dataloader)) and not hasattr(super(), TRAINER_RUNS_EPOCH):
             raise StateError(

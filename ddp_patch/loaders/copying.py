@@ -70,7 +70,7 @@ def _repeats(sampler: object) -> bool:
 
 
 class _Trial(list[list[int]]):
-    """A sampler for trying a copy of a possible repeater. It raises an error if it is iterated without end."""
+    """A sampler for trying a copy of a possible repeater; raises an error if iterated without end."""
 
     begun = 0
 

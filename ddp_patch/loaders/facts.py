@@ -204,7 +204,7 @@ class LoaderFacts(Generic[L]):
         """The facts that must be the same on every rank, by name."""
         name = type(self.loader).__qualname__
         if self.sharded_by is not None:
-            # The ranks' lengths and generators may rightly differ. They must only all be sharded already.
+            # The ranks' lengths and generators may rightly differ, so only the kind of sharding is compared.
             return {"loader": name, "sharded already by": type(self.sharded_by).__qualname__}
         return {
             "loader": name,

@@ -92,8 +92,8 @@ def places_recorded() -> Iterator[None]:
 def called_before(name: str, call: Callable[[DataLoader[Any]], object]) -> Iterator[None]:
     """While entered, run ``call(loader)`` before a method of each loader, whatever its class.
 
-    ``call`` runs once if a class's method calls the base class's method. It does not run if another method of the class
-    calls the base class's method: some constructors begin the base class's iteration, of an unfinished loader.
+    ``call`` runs once if a class's method calls the base class's method. ``call`` does not run if another method of the
+    class calls the base class's method: some constructors begin the base class's iteration, of an unfinished loader.
 
     Args:
         name: The method's name.

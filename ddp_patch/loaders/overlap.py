@@ -143,7 +143,7 @@ def is_more_than_padding(common: int, of: int = 0) -> bool:
 
     Args:
         common: How many items are the same.
-        of: How many items are compared, if these are all of a part. One in 16 may be padding.
+        of: How many items are compared, if a whole part is compared. One in 16 may be padding.
 
     Examples:
         >>> is_more_than_padding(12), is_more_than_padding(9), is_more_than_padding(26, of=256)

@@ -79,8 +79,8 @@ class Drawn(Iterator[Chunk[T]]):
         iterator: What to draw from, as ``start_iterating`` returns it.
         random_context: Returns the context in which a chunk is drawn.
         plan: The rank's share.
-        taken: How many of the first items are left out. They are drawn and dropped, unless ``first`` is passed: then
-            the iterator begins after them.
+        taken: How many of the first items are left out: they are drawn and dropped, or, if ``first`` is passed, the
+            iterator begins after them.
         first: The stream's first items, which padding may repeat, if the iterator begins after the items that are left
             out.
         step: How many rounds, of one item for each rank, make a step. Each chunk has whole steps.

@@ -28,8 +28,7 @@ _OF_A_TENSOR = 64
 # torch's integer types by their bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Types that are hashed by repr. They are given by name, because importing their modules takes longer than importing
-# this package.
+# Types that are hashed by repr, given by name: importing their modules takes longer than importing this package.
 _BY_REPR = {"decimal.Decimal", "fractions.Fraction", "uuid.UUID"}
 # A list of only these types is encoded by its repr, which is a tenth of the work.
 _PLAIN = {bool, float, int, str, type(None)}

@@ -137,8 +137,8 @@ class EpochOrder:
 
 
 # The functions ``_..._order`` draw an epoch's order with the same calls as the sampler's ``__iter__``, but as a whole
-# and in the smallest integers that fit; the values are the same. They draw from the sampler's generator. If it has
-# none, they draw from ``private_generator``, or from the global generator if this is None.
+# and in the smallest integers that fit; the values are the same. The functions draw from the sampler's generator, or
+# else from ``private_generator``, or from the global generator if both are None.
 
 
 def _given(sampler: Any) -> torch.Generator | None:

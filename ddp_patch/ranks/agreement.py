@@ -57,7 +57,7 @@ class Agreed:
         world: The ranks that share.
         options: The user's options.
         seed: The seed of every epoch's order; the same on every rank.
-        number: The number of this agreement, counted on the first rank. It identifies the loader.
+        number: The number of this agreement, counted on the first rank; identifies the loader.
         loaders_before: How many loaders draw from each generator of the samplers and were patched before.
         claims: The claims by which ranks compare their passes over the loader; None if there are no other ranks.
         place: Where the loader was patched, for errors.
@@ -255,7 +255,7 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
     """Compare the ranks' loaders, and decide for each loader on the seed, generator states and number for all ranks.
 
     Raises:
-        RankMismatchError: The loaders differ. They do not count for the seeds of later loaders.
+        RankMismatchError: The loaders differ. The seeds of later loaders are as if these loaders had not been patched.
     """
     first = next(iter(reported.values()))
     require_same(AGREEING, {rank: report["alike"] for rank, report in reported.items()})

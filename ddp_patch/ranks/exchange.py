@@ -88,7 +88,7 @@ def digest(value: object) -> str:
 MARGIN_S = 5.0
 
 # The error of the first exchange of the same members in which a rank was missing. Exchanges are counted, so a later one
-# might compare ranks at different points of the script. It raises this error instead.
+# might compare ranks at different points of the script. A later exchange therefore raises this error.
 _missed: dict[tuple[str, int], str] = {}
 
 

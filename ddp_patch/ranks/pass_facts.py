@@ -57,8 +57,7 @@ class Progress(NamedTuple):
 
     Attributes:
         least: How many batches were delivered to the loop, at least.
-        most: How many batches were delivered, at most. It differs from ``least`` if prefetched batches are not told
-            apart.
+        most: How many batches were delivered, at most; more than ``least`` if prefetched batches are not told apart.
         state: The state of the pass.
         slack: How many more batches one rank may have than another; None if each rank may have any number.
         items: How many items all ranks have drawn by then, at least; None for all items of the epoch.

@@ -41,7 +41,7 @@ def _is_outgrown(behind: Word, further: Word) -> bool:
     if behind.slack is None or further.slack is None or behind.state is State.RUNNING:
         return False
     if behind.state is State.FAILED:
-        # Other ranks may have got the batch that failed here. They stop when they read of the error.
+        # Other ranks may have got the batch that failed here. Those ranks stop when they read of the error.
         return further.state is State.ENDED and further.batches > behind.batches + 1 + behind.slack
     return further.batches > behind.batches + behind.slack
 

@@ -63,7 +63,7 @@ class World:
             operation: The operation that needs the ranks, for the error.
 
         Raises:
-            WorldError: This is an explicit world.
+            WorldError: The world is an explicit one.
         """
         if self.share_of_rank is None:
             raise WorldError(

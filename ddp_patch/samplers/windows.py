@@ -110,7 +110,7 @@ class WindowDataset(Dataset[Any]):
 
 
 def _points(part: Any) -> Any:
-    """Return a slice of the data; of a range, a list, because a window that wraps is no range."""
+    """Return a slice of the data as it is, but a range as a list: a window that wraps is no range."""
     return list(part) if isinstance(part, range) else part
 
 

@@ -105,13 +105,13 @@ def run_ranks(
     Every rank is a process with one torch thread, an initialised default process group, and the environment variables
     ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``. The ranks connect through a temporary file, not a
     port, so any number of groups may run at the same time. When the function returns or raises, all processes of all
-    ranks have ended, ``DataLoader`` workers included. It works on Linux and macOS.
+    ranks have ended, ``DataLoader`` workers included. The function works on Linux and macOS.
 
-    Ranks differ as much as the ranks of several machines. Each rank is forked from a server process for its number,
-    which is started once and kept until this process ends. Ranks differ in hash seed, addresses, threads, home,
-    temporary and cache folders, host name, time zone, locale, the order in which ``os`` lists a folder, the number of
-    cores that ``os`` returns, imported modules, and the states of random generators. The rest of the environment is the
-    caller's.
+    Ranks differ as much as the ranks of several machines. Each rank is forked from a server process. There are up to
+    four server processes, started once and kept until this process ends. Ranks differ in hash seed, addresses, threads,
+    home, temporary and cache folders, host name, time zone, locale, the order in which ``os`` lists a folder, the
+    number of cores that ``os`` returns, imported modules, and the states of random generators. The rest of the
+    environment is the caller's.
 
     Args:
         fn: A function that other processes can import from its module.
