@@ -255,7 +255,7 @@ class Drawn(Iterator[Chunk[T]]):
 def _rounds_of_chunks(
     step: int, rounds: Iterator[int] | None, adapts: Callable[[int], bool] | None
 ) -> Generator[int, int, None]:
-    """Yield how many rounds each chunk of ``Drawn`` has. Before each, how many may be drawn at once is sent."""
+    """Yield how many rounds each chunk of ``Drawn`` has; each ``send`` passes the most rounds of the next chunk."""
     yield 0
     planned = step if rounds is None else next(rounds)
     while True:

@@ -440,8 +440,8 @@ class GlobalState:
 class PrivateRNG:
     """A context in which the global generators, and chosen generators, draw from private states of (seed, epoch).
 
-    The context may be entered often: the private states go on where they stopped. Leaving it restores the generators'
-    own states.
+    The context may be entered often: the private states go on where they stopped. On leaving the context, the
+    generators get their own states back.
 
     Args:
         seed: The loader's seed.

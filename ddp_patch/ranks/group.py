@@ -402,7 +402,7 @@ class Channel:
 
 
 def closed_at_exit(generator: Generator[T]) -> Generator[T]:
-    """Return the generator. If it is still in use when Python exits, it is closed before modules are removed."""
+    """Return the generator, and close it when Python exits, before modules are removed, if it is still in use then."""
     _open.add(generator)
     return generator
 

@@ -21,8 +21,8 @@ _DATA_PARALLEL = (
 )
 
 # Names of mesh dimensions that never split the data. Dimensions of experts (ep, expert, efsdp) are in neither list:
-# their ranks mostly have data of their own, but in some meshes the same data. Nor are names that join both kinds
-# (dp_cp, dp_shard_cp).
+# their ranks mostly have data of their own, but in some meshes the same data. The same goes for names that join both
+# kinds (dp_cp, dp_shard_cp).
 _MODEL_PARALLEL = (
     *("tp", "cp", "sp", "pp", "mp", "etp", "ulysses", "ring", "tensor", "context", "sequence", "pipeline", "pipe"),
     *("stage", "model", "tensor_parallel", "context_parallel", "sequence_parallel", "pipeline_parallel"),

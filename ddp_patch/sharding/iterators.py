@@ -109,7 +109,7 @@ class CountedIterator(AroundIterator):
             self._pass.delivery.fail()
 
     def look_for_end(self) -> None:
-        """Find the end if the end comes next, before the loop asks for the end."""
+        """Record the end of the pass if no batch is left, before the loop asks for another batch."""
         try:
             self._batches = chain([next(self._batches)], self._batches)
         except StopIteration as end:

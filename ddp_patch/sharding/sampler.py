@@ -98,7 +98,8 @@ class EpochSampler(DistributedSampler[T]):
         beginning.
 
         Raises:
-            StateError: The state is damaged, newer than this package, or of another loader. Nothing changes then.
+            StateError: The state is damaged, newer than this package, or of another loader. The sampler stays as it
+                was.
         """
         self.rank_passes.resume_at(position_in(self.rank_passes, state_dict), counts_rest=False)
 

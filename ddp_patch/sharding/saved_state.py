@@ -67,7 +67,7 @@ class StreamSnapshot:
 
     @classmethod
     def of(cls, plain: Any) -> "StreamSnapshot":
-        """Return the snapshot that ``plain`` made plain values of; raise TypeError or ValueError for other values."""
+        """Return the snapshot of the values that ``plain`` returned; raise TypeError or ValueError for others."""
         first, state, initial_state = map(_sequence, [[] if part is None else part for part in _sequence(plain)])
         if len(state) > 1 or len(initial_state) > 1:
             raise ValueError

@@ -136,7 +136,7 @@ class ReportedPass:
 
     @property
     def turns(self) -> list[int]:
-        """Which part each reader reads. Each reader reads the part after the part of the reader before."""
+        """The part of each reader: the next one after the part of the reader before."""
         readers = len(self.reports)
         known = ((part - reader) % readers for reader, part in enumerate(self.column("part")) if part >= 0)
         first = next(known, 0)
@@ -236,8 +236,8 @@ class Report:
     """One reader's report of a pass, in the reader's place of the shared memory.
 
     Args:
-        row: Where its numbers lie.
-        states: Where the dataset's own states lie: BEGUN and ENDED.
+        row: The memory of the report's numbers.
+        states: The memory of the dataset's own states: BEGUN and ENDED.
     """
 
     def __init__(self, row: "NDArray[np.void]", states: "NDArray[np.uint8]") -> None:
