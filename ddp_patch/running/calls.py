@@ -24,7 +24,7 @@ from ddp_patch.compat.private_torch import backward_in_progress, is_within_trans
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.running.autopatching import is_off
-from ddp_patch.running.divided import SUM, Layout, Part, Slots, gather, scatter, slots_of, substituted
+from ddp_patch.running.divided import SUM, Layout, Others, Part, Slots, gather, scatter, slots_of, substituted
 from ddp_patch.running.lockstep import GivenUp, Lockstep
 from ddp_patch.running.random_numbers import own_numbers
 from ddp_patch.running.trees import PLAIN, State, mapped, tensors_in
@@ -77,7 +77,6 @@ class Called:
         draws: Whether a divided call has drawn random numbers.
         forms: The forms of its calls.
         moving: The names of plain attributes that calls change, such as counters.
-        latest: The part of the latest call, and the tensors in the places of parameters; no part if it was whole.
         reasons: Why calls were whole.
     """
 
@@ -87,7 +86,6 @@ class Called:
     draws: bool = False
     forms: dict[Any, Form] = field(default_factory=dict)
     moving: set[str] = field(default_factory=set)
-    latest: tuple[Part | None, dict[nn.Parameter, torch.Tensor]] = (None, {})
     reasons: dict[str, None] = field(default_factory=dict)
 
     def line(self, ranks: int) -> str:
@@ -159,18 +157,15 @@ class Calls:
         self._depth = 0
         self._is_in_backward = backward_in_progress()
         self._known: MutableMapping[nn.Module, Called] = WeakKeyDictionary()
-        self._roots: MutableMapping[nn.Module, Called] = WeakKeyDictionary()  # whose calls called inner modules last
-        self._root = Called("")
+        # Of each module, how the latest outermost call around it was made.
+        self._latest: MutableMapping[nn.Module, tuple[Called, Part | None, Others]] = WeakKeyDictionary()
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Replace ``Module.__call__`` while entered."""
 
         def call(module: nn.Module, *args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._is_scripts():
-                return original_call(module, *args, **options)
-            if self._depth:
-                self._roots[module] = self._root
+            if self._depth or torch.compiler.is_compiling() or not self._is_scripts():
                 return original_call(module, *args, **options)
             return self._outermost(module, args, options)
 
@@ -205,12 +200,14 @@ class Calls:
             return original_call(module, *args, **options)
         is_in_backward = self._is_in_backward()
         called = self._known.get(module)
-        if is_in_backward and (root := self._roots.get(module, called)) is not None and root is not called:
-            return self._again(root, module, args, options)
+        if is_in_backward:
+            root, part, others = self._latest.get(module, (called, None, {}))
+            if called is None or root is not called:  # an inner call is made anew, as activation checkpointing does
+                with self.within(part), substituted(modules, slots, others):
+                    return original_call(module, *args, **options)
         if called is None:
             called = self._known[module] = Called(f"{script_line(sys._getframe())} {type(module).__name__}")
             self.records.append(called)
-        self._roots[module] = self._root = called
         called.calls += 1
         self.lockstep.calls += 1
         given = Given(module, args, options, modules, slots, tensors_in((args, options)))
@@ -249,7 +246,7 @@ class Calls:
         """Make a call whole, and tell why, if there is a reason."""
         if why:
             self._say_why(called, why)
-        called.latest = None, {}
+        self.remember(given)
         self.gradients_are_own = self.gradients_are_own or torch.is_grad_enabled()
         with self.within(None):
             return original_call(given.module, *given.args, **given.options)
@@ -258,12 +255,11 @@ class Calls:
         called.reasons[why] = None
         self._tell(f"{called.name}: calls are whole on every rank, because {why}.")
 
-    def _again(self, called: Called, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Make a call within a backward pass, as activation checkpointing does, in the same way as the forward call."""
-        part, others = called.latest
-        modules, slots = slots_of(module)
-        with self.within(part), substituted(modules, slots, others):
-            return original_call(module, *args, **options)
+    def remember(self, given: Given, part: Part | None = None, others: Others | None = None) -> None:
+        """Note how an outermost call is made, for calls of the same modules within its backward pass."""
+        if torch.is_grad_enabled():
+            made = self._known[given.module], part, others or {}
+            self._latest.update(dict.fromkeys(given.modules, made))
 
     def _divided(self, called: Called, form: Form, given: Given) -> Any:
         """Make a divided call; if it fails on any rank, make it whole on all."""
@@ -281,7 +277,7 @@ class Calls:
                 state.put_back()
             form.rows, form.why_whole = (), str(given_up)
             return self._whole(called, given, form.why_whole)
-        called.latest = (part, others) if torch.is_grad_enabled() else called.latest
+        self.remember(given, part, others)
         called.divided += 1
         if has_drawn and not called.draws:
             called.draws = True
@@ -289,12 +285,8 @@ class Calls:
         return result
 
     def by_parts(
-        self,
-        given: Given,
-        part: Part,
-        rows: Sequence[int | None],
-        parameters: dict[nn.Parameter, torch.Tensor] | None = None,
-    ) -> tuple[Any, dict[nn.Parameter, torch.Tensor]]:
+        self, given: Given, part: Part, rows: Sequence[int | None], parameters: Others | None = None
+    ) -> tuple[Any, Others]:
         """Call a module with the rows of this rank.
 
         Args:
@@ -329,7 +321,7 @@ class Calls:
         names = [*given.parameters, *given.tensors]
         doing = f"compares a call of {type(given.module).__name__}"
         self.lockstep.require_alike(doing, [(f"tensor {at}", each) for at, each in enumerate(names)], _CLOSE)
-        if why := compared(self, called, form, given):
+        if why := compared(self, form, given):
             if form.rows and not why.startswith(_HARMLESS):
                 raise RankMismatchError(
                     f"Call {form.calls} of {type(given.module).__name__} is not by parts what it is whole: {why}. Call "

@@ -11,21 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ddp_patch.running.calls import Called, Calls, Form, Given, made_whole, original_call, rows_of, size_of
-from ddp_patch.running.divided import Layout, Part, layouts_of, substituted
+from ddp_patch.running.calls import Calls, Form, Given, made_whole, original_call, rows_of, size_of
+from ddp_patch.running.divided import Layout, Others, Part, layouts_of, substituted
 from ddp_patch.running.lockstep import GivenUp
 from ddp_patch.running.random_numbers import Still, eager
 from ddp_patch.running.trees import PLAIN, State, apart, fixed_weights, leaves_of, norm_of, tensors_in
 
 aten: Any = torch.ops.aten
-_Parameters: TypeAlias = dict[nn.Parameter, torch.Tensor]  # and what stands for them
 # The largest difference of an output, divided by its norm. Gradients may differ ten times as much.
 _CLOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 _CLOSE_HALF = 2e-2
@@ -61,14 +60,14 @@ class _Try:
     why: str = ""
 
 
-def compared(calls: Calls, called: Called, form: Form, given: Given) -> str:
+def compared(calls: Calls, form: Form, given: Given) -> str:
     """Make a call in both ways. If both are the same, note in its form how to divide calls.
 
     Returns:
         Why the two are not the same; empty if they are, or if this call cannot show it.
     """
-    reasons, before, state, lockstep = list[str](), called.latest, State(given.modules, draws=True), calls.lockstep
-    made = partial(_made, calls, called, given, state)
+    reasons, state, lockstep = list[str](), State(given.modules, draws=True), calls.lockstep
+    made = partial(_made, calls, given, state)
     is_collecting = gc.isenabled()
     gc.disable()  # tensors in reference cycles shall count as alive, whenever Python would collect them
     try:
@@ -94,15 +93,14 @@ def compared(calls: Calls, called: Called, form: Form, given: Given) -> str:
         return "" if _UNDECIDED in reasons else reasons[0]
     finally:
         state.put_back()
-        called.latest = before
         torch.clear_autocast_cache()
         if is_collecting:
             gc.enable()
 
 
-def _whole(calls: Calls, called: Called, made: _Try, given: Given, parameters: _Parameters) -> Any:
+def _whole(calls: Calls, made: _Try, given: Given, parameters: Others) -> Any:
     """Make the call whole, with copies of parameters."""
-    called.latest = None, parameters
+    calls.remember(given, None, parameters)
     with calls.within(None), substituted(given.modules, given.slots, parameters):
         return original_call(given.module, *given.args, **given.options)
 
@@ -113,14 +111,14 @@ def _by_parts(
     whole: _Try,
     layouts: Sequence[Layout],
     calls: Calls,
-    called: Called,
     made: _Try,
     given: Given,
-    parameters: _Parameters,
+    parameters: Others,
 ) -> Any:
     """Make the call by parts; find the layouts of the outputs if they are not known yet."""
     output, others = calls.by_parts(given, part, rows, parameters)
-    called.latest, made.inner = (part, others), part.inner
+    calls.remember(given, part, others)
+    made.inner = part.inner
     part.lockstep.meet(part.doing)  # where another rank may say that it has failed
     parts = tensors_in(output, objects=True)
     wholes = [each for each in whole.output if isinstance(each, torch.Tensor)]
@@ -162,13 +160,7 @@ def _laid_out(
     return [Layout(*each) for each in chosen]
 
 
-def _made(
-    calls: Calls,
-    called: Called,
-    of_script: Given,
-    state: State,
-    call: Callable[[Calls, Called, _Try, Given, _Parameters], Any],
-) -> _Try:
+def _made(calls: Calls, of_script: Given, state: State, call: Callable[[Calls, _Try, Given, Others], Any]) -> _Try:
     """Make a call on copies of its arguments, and note what it computes, changes and keeps."""
     state.put_back()
     torch.default_generator.manual_seed(0)
@@ -190,9 +182,9 @@ def _made(
     # Saved-tensor hooks of the script shall see no tries. Compiled code would draw random numbers past ``Still``.
     with redirect_stdout(printed), Still(note), saved_tensors_hooks(_as_it_is, _as_it_is), eager():
         try:
-            output = call(calls, called, made, given, parameters)
+            output = call(calls, made, given, parameters)
             own = [*parameters.values(), *tensors]
-            made.why = made.why or _derived(output, own, is_whole=called.latest[0] is None)
+            made.why = made.why or _derived(output, own, is_whole=call is _whole)
         except GivenUp as given_up:
             made.why = str(given_up)
         except Exception as error:  # noqa: BLE001 - the call itself will raise it
@@ -209,7 +201,7 @@ def _made(
         made.why = f"it changes {changed[0]}"
     elif printed.getvalue():
         made.why = "it prints"
-    called.latest = None, {}
+    calls.remember(of_script)
     torch.clear_autocast_cache()
     del output, args, options, given
     known = {*map(id, (*state.tensors, *own, *(each.grad for each in own)))}

@@ -248,6 +248,7 @@ def mixed(part: Part, *parts: torch.Tensor) -> list[torch.Tensor]:
 
 # Of each parameter: the module that holds it, the name there, and the parameter.
 Slots: TypeAlias = list[tuple[nn.Module, str, nn.Parameter]]
+Others: TypeAlias = dict[nn.Parameter, torch.Tensor]  # the tensors in the places of parameters
 
 
 def slots_of(module: nn.Module) -> tuple[list[nn.Module], Slots]:
@@ -264,7 +265,7 @@ def slots_of(module: nn.Module) -> tuple[list[nn.Module], Slots]:
 
 
 @contextmanager
-def substituted(modules: Sequence[nn.Module], slots: Slots, others: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+def substituted(modules: Sequence[nn.Module], slots: Slots, others: Others) -> Iterator[None]:
     """Put other tensors in the places of parameters, while entered."""
     with kept_weights(modules):
         try:
