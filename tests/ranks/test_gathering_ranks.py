@@ -281,7 +281,7 @@ def late_at_the_second_meeting(rank: int, world_size: int, late: int, by_s: floa
     return str(missing.value)
 
 
-@pytest.mark.parametrize(("world_size", "late"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize(("world_size", "late"), [soaked(2, 0), (3, 2)])
 def test_a_rank_that_comes_late_to_a_second_meeting_is_named_to_all(world_size: int, late: int) -> None:
     who = f"rank {late} of {[*range(world_size)]}"
     for said in run_ranks(late_at_the_second_meeting, world_size, late, 4.0):

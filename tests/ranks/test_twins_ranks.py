@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quick import run_ranks
+from quick import run_ranks, soaked
 
 from ddp_patch.testing.twins import environment_of
 
@@ -145,7 +145,7 @@ def server_folder(rank: int, world_size: int) -> tuple[int, str]:
     return os.getppid(), os.environ["HOME"]
 
 
-@pytest.mark.parametrize(("waits", "by"), [(0, None), (60, signal.SIGINT), (60, signal.SIGKILL)])
+@pytest.mark.parametrize(("waits", "by"), [soaked(0, None), soaked(60, signal.SIGINT), (60, signal.SIGKILL)])
 def test_servers_end_with_the_process_that_they_serve(waits: int, by: signal.Signals | None, tmp_path: Path) -> None:
     script = tmp_path / "suite.py"
     script.write_text(SUITE.format(waits=waits))
@@ -195,6 +195,7 @@ def test_it(number):
 """
 
 
+@pytest.mark.soak  # as these tests themselves are run
 def test_a_users_suite_under_xdist(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "test_it.py"]

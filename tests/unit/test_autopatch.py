@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from messages import raises
+from quick import soaked
 from repeaters import BegunAtFirst, Infinite, MultiEpochs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
@@ -247,7 +248,7 @@ class Entering(Dataset[int]):
             return len(items(made()))
 
 
-@pytest.mark.parametrize("start", ["fork", "forkserver"])
+@pytest.mark.parametrize("start", ["fork", soaked("forkserver")])
 def test_a_worker_patches_nothing(start: str) -> None:
     loader = DataLoader(Entering(), num_workers=1, multiprocessing_context=start)
     assert items(loader) == [N]

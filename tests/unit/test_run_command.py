@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
+from quick import soaked
 
 from ddp_patch.auditing.commands import commands
 from ddp_patch.running import command, launch
@@ -41,7 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("target", "safe"), [(["script.py"], ""), (["-m", "script"], ""), (["alone.py"], "1")])
+@pytest.mark.parametrize(
+    ("target", "safe"), [(["script.py"], ""), soaked(["-m", "script"], ""), soaked(["alone.py"], "1")]
+)
 def test_a_script_sees_what_it_sees_under_python(folder: Path, target: list[str], safe: str) -> None:
     """But that a script's folder is put first in ``sys.path`` where python was told to put none there."""
     (folder / "alone.py").write_text("import json, sys; print(json.dumps(sys.path))")

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import assert_tells
+from quick import soaked
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import Source, as_it_is
 
@@ -171,7 +172,7 @@ class Made(IterableDataset[Any]):
             yield self.make(number)
 
 
-@pytest.mark.parametrize("start", ["fork", "forkserver"])
+@pytest.mark.parametrize("start", ["fork", soaked("forkserver")])
 def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
     loader: Any = DataLoader(
         Source(30), batch_size=2, num_workers=2, multiprocessing_context=start, collate_fn=as_it_is
