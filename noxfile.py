@@ -172,7 +172,8 @@ def deepspeed(session: nox.Session) -> None:
     install_wheel(session, "test,deepspeed")
     # It needs torch to build. What ranks without GPUs need of it is compiled now: else each of them would, for minutes.
     compiled = {"DS_BUILD_SHM_COMM": "1"}
-    session.install("-c", "constraints.txt", "--no-build-isolation", "--no-deps", "deepspeed", env=compiled)
+    built = ["--no-cache-dir", "--no-build-isolation", "--no-deps", "deepspeed"]  # a kept build may lack that
+    session.install("-c", "constraints.txt", *built, env=compiled)
     run_tests(session, "tests/deepspeed", *session.posargs)
     environment = {"PYTHONPATH": os.pathsep.join(["tests", "tests/integrations"]), "OMP_NUM_THREADS": "1"}
     session.run("python", "-W", "ignore", "benchmarks/unpatched.py", "with_deepspeed", env=environment)
