@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?")
 CLOCK = re.compile(
-    r"(\d{2,4}[-_]){2}\d{2}[-_T]+\d{2}[-_:]\d{2}[-_:]\d{2}|\d{6,}|[0-9a-f]{8,}|tmp\w{8}|(?<=\.)\d+\.\d+$"
+    r"(\d{2,4}[-_]){2}\d{2}[-_T]+\d{2}[-_:]\d{2}[-_:]\d{2}|\d{2}h_\d{2}m_\d{2}s|\d{6,}|[0-9a-f]{8,}|tmp\w{8}|(?<=\.)\d+\.\d+$"
 )
 TIMES = re.compile(
     r"\d+(?::\d{2})+(?:\.\d+)?|[\d.]+ ?(?:it/s|s/it|/s|ms|s|secs?|seconds|mins?|minutes)\b|ms/batch +[\d.]+"

@@ -8,7 +8,7 @@ import gc
 import io
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ddp_patch.compat.private_torch import tables_of
 from ddp_patch.running.calls import Calls, Form, Given, made_whole, original_call, rows_of, size_of
 from ddp_patch.running.divided import Layout, Others, Part, layouts_of, substituted
 from ddp_patch.running.lockstep import GivenUp
@@ -33,6 +34,8 @@ _CLOSE_HALF = 2e-2
 _ROUNDINGS = 64  # times the precision of the dtype; up to six were seen
 _ROUNDING_HALF = 2e-3
 _UNDECIDED = "what it returns is 0"
+_KEEPS = "it keeps something of its rows in"
+_DEVICES = ("cpu", "cuda")
 
 
 @dataclass
@@ -63,11 +66,22 @@ class _Try:
 def compared(calls: Calls, form: Form, given: Given) -> str:
     """Make a call in both ways. If both are the same, note in its form how to divide calls.
 
+    If numbers differ, both are made again in double precision, to see whether rounding is the reason.
+
     Returns:
         Why the two are not the same; empty if they are, or if this call cannot show it.
     """
+    why = _compared(calls, form, given, is_double=False)
+    may_be_rounding = ("differs by" in why or why.startswith(_KEEPS)) and not any(
+        map(torch.is_autocast_enabled, _DEVICES)
+    )
+    return "" if may_be_rounding and not _compared(calls, form, given, is_double=True) else why
+
+
+def _compared(calls: Calls, form: Form, given: Given, *, is_double: bool) -> str:
+    """Make a call in both ways, in the script's precision or in double precision; see ``compared``."""
     reasons, state, lockstep = list[str](), State(given.modules, draws=True), calls.lockstep
-    made = partial(_made, calls, given, state)
+    made = partial(_made, calls, given, state, is_double)
     is_collecting = gc.isenabled()
     gc.disable()  # tensors in reference cycles shall count as alive, whenever Python would collect them
     try:
@@ -160,12 +174,17 @@ def _laid_out(
     return [Layout(*each) for each in chosen]
 
 
-def _made(calls: Calls, of_script: Given, state: State, call: Callable[[Calls, _Try, Given, Others], Any]) -> _Try:
+def _made(
+    calls: Calls, of_script: Given, state: State, is_double: bool, call: Callable[[Calls, _Try, Given, Others], Any]
+) -> _Try:
     """Make a call on copies of its arguments, and note what it computes, changes and keeps."""
     state.put_back()
     torch.default_generator.manual_seed(0)
     names = {each: name for name, each in of_script.module.named_parameters()}
-    parameters, tensors = {each: _copied(each) for each in names}, [*map(_copied, of_script.tensors)]
+    parameters = {each: _copied(each, is_double) for each in names}
+    tensors = [_copied(each, is_double) for each in of_script.tensors]
+    for buffers in (tables_of(each)[1] for each in of_script.modules if is_double):
+        buffers.update({name: _copied(each, True) for name, each in buffers.items() if each is not None})
     args, options = of_script.with_tensors(tensors)
     given = replace(of_script, args=args, options=options, tensors=tensors)
     made, printed, refs = _Try(), io.StringIO(), list[ref[torch.Tensor]]()
@@ -180,7 +199,13 @@ def _made(calls: Calls, of_script: Given, state: State, call: Callable[[Calls, _
         refs.extend(map(ref, new))
 
     # Saved-tensor hooks of the script shall see no tries. Compiled code would draw random numbers past ``Still``.
-    with redirect_stdout(printed), Still(note), saved_tensors_hooks(_as_it_is, _as_it_is), eager():
+    with (
+        redirect_stdout(printed),
+        Still(note),
+        saved_tensors_hooks(_as_it_is, _as_it_is),
+        eager(),
+        _precision(is_double),
+    ):
         try:
             output = call(calls, made, given, parameters)
             own = [*parameters.values(), *tensors]
@@ -197,7 +222,7 @@ def _made(calls: Calls, of_script: Given, state: State, call: Callable[[Calls, _
     made.left = state.now()
     pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [(names[a], a, b) for a, b in parameters.items()]
     pairs += [(f"argument {at}", a, b) for at, (a, b) in enumerate(zip(of_script.tensors, tensors, strict=True))]
-    if changed := [name for name, a, b in pairs if apart(a, b)]:
+    if changed := [name for name, a, b in pairs if apart(a, b.to(a.dtype))]:
         made.why = f"it changes {changed[0]}"
     elif printed.getvalue():
         made.why = "it prints"
@@ -247,8 +272,21 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
+def _copied(tensor: torch.Tensor, is_double: bool) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    copied = copied.double() if is_double and copied.is_floating_point() else copied
+    return copied.requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
+
+
+@contextmanager
+def _precision(is_double: bool) -> Iterator[None]:
+    """Make new tensors in double precision while entered, or leave all as it is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if is_double else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _close(tensor: torch.Tensor) -> float:
@@ -266,7 +304,7 @@ def _rounding(grad: torch.Tensor) -> float:
 def _difference(whole: _Try, parts: _Try) -> str:
     """Return what differs between a whole call and one by parts; empty if nothing does."""
     if kept := [name for name, found in whole.left.items() if not _are_alike(found, parts.left.get(name))]:
-        return f"it keeps something of its rows in {kept[0]}"
+        return f"{_KEEPS} {kept[0]}"
     if len(whole.output) != len(parts.output) or any(
         a != b for a, b in zip(whole.output, parts.output, strict=True) if not isinstance(a, torch.Tensor)
     ):

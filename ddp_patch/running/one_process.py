@@ -142,7 +142,7 @@ class OneProcess(Summary):
         is_first = self._lockstep.rank == 0 and self._lockstep.ranks > 1
         home = launch.shadows() or (tempfile.mkdtemp(prefix="ddp_patch-") if is_first else "")
         ranks = self._lockstep.gathered((torch.initial_seed(), hash("ddp_patch"), home))
-        seed, _, home = ranks[0]
+        seed, _, of_first = ranks[0]
         if len({each for each, _, _ in ranks}) > 1:
             self._tell("The ranks were seeded differently: all go on with the seed of rank 0.")
             seed_all(seed % 2**63)
@@ -153,7 +153,7 @@ class OneProcess(Summary):
             )
         if ranks[1:]:
             world = ExitStack()
-            world.enter_context(shadowed(self._lockstep.rank, home, writes=not self._checked))
+            world.enter_context(shadowed(self._lockstep.rank, home or of_first, writes=not self._checked))
             if launch.is_hidden():
                 atexit.register(world.close)  # after what the script has registered, which writes, too
             else:

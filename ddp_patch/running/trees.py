@@ -97,7 +97,7 @@ class State:
         values: list[Any] = [value for _, before in self._held for value in before.values()]
         self._lists: list[Any] = [(each, copy.copy(each)) for each in values if type(each) in {list, dict, set}]
         self.tensors: list[torch.Tensor] = tensors_in(
-            [each for each in values if not isinstance(each, nn.Module | dict)]
+            [each for each in values if type(each) not in PLAIN and not isinstance(each, nn.Module | dict)]
         )
         self._copies = [each.detach().clone() for each in self.tensors]
         self._drawing = (generator_states(modules), GlobalState.capture().copied(), torch_states()) if draws else None

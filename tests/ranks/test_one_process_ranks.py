@@ -20,6 +20,7 @@ from zoo import seed_ambient
 
 from ddp_patch import autopatch, leave_alone, unpatched
 from ddp_patch.errors import RankMismatchError, WorldError
+from ddp_patch.running import comparing
 
 
 def results(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -148,6 +149,20 @@ def test_tensors_that_a_group_still_holds_are_not_what_a_call_leaves() -> None:
     # Also, the bias before batch normalisation has a gradient of rounding alone.
     for summary in run_ranks(held_by_others, 3):
         assert "Sequential: 8 calls, 7 divided over 3 ranks" in summary
+
+
+def rounded(rank: int, world_size: int) -> str:
+    with patch.dict(comparing._CLOSE, {torch.float32: 0.0}), autopatch(as_one_process=True) as summary:
+        model = nn.Sequential(nn.Linear(9, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+        trained(model, torch.randn(31, 9), 9)
+        assert all(each.dtype != torch.float64 for each in (*model.parameters(), *model.buffers()))
+        assert torch.get_default_dtype() == torch.float32
+    return str(summary)
+
+
+def test_what_differs_by_rounding_alone_is_the_same_in_double_precision() -> None:
+    for summary in run_ranks(rounded, 2):
+        assert "Sequential: 9 calls, 8 divided over 2 ranks" in summary
 
 
 def keeping_later(rank: int, world_size: int) -> tuple[str, list[float]]:
