@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, count
 from time import monotonic, sleep
 from typing import Any, Literal, TypeAlias, TypeVar
 from uuid import uuid4
@@ -64,6 +64,8 @@ _Kept: TypeAlias = dict[tuple[tuple[int, ...], Literal["rows", "steps"]], list["
 _kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 
 _open: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
+
+_numbers = count()  # of groups, by which their names are in the order in which the groups were made
 
 
 class Group:
@@ -175,16 +177,16 @@ class Group:
             self._has_said = True
             met = _IN_VAIN if _TIMED_OUT in f"{error}" else _BROKEN if meets else ""
             store.set(f"{here}/{self.ranks[self.index]}", met)
-            count = store.add(here, 1)
+            reports = store.add(here, 1)
             while not store.check([self._words]):
-                if count == len(self.ranks) or monotonic() > until:
+                if reports == len(self.ranks) or monotonic() > until:
                     keys = {rank: f"{here}/{rank}" for rank in self.ranks if store.check([f"{here}/{rank}"])}
                     all_met = {rank: store.get(key).decode() for rank, key in keys.items()}
                     late = [rank for rank, met in all_met.items() if met == _BROKEN and _IN_VAIN in all_met.values()]
                     missing = [rank for rank in self.ranks if rank not in all_met]
                     return _unreachable(doing, self.ranks, f"{error}", missing, late)
                 sleep(_AGAIN_S)
-                count = store.add(here, 0)
+                reports = store.add(here, 0)
             rank, why = json.loads(store.get(self._words))
         return refusal(doing, {rank: why})
 
@@ -213,7 +215,7 @@ class Group:
 
 
 def kept_groups(members: Sequence[int], purpose: Literal["rows", "steps"]) -> list[Group]:
-    """Return this rank's groups of some ranks for a purpose, by name. A pass takes its group out of this list."""
+    """Return this rank's groups of some ranks for a purpose, in the order of making, without those that passes use."""
     world = dist.group.WORLD
     if world is None:  # the process group was destroyed, and so were its groups
         return []
@@ -243,7 +245,8 @@ def made_group(members: Sequence[int], doing: str, timeout: float) -> Group:
     Raises:
         MissingRanksError: A rank did not arrive in time, or cannot be reached.
     """
-    index, name = members.index(dist.get_rank()), exchange(members, doing, None, lambda _: uuid4().hex, timeout)
+    index = members.index(dist.get_rank())
+    name: str = exchange(members, doing, None, lambda _: f"{next(_numbers):06} {uuid4().hex}", timeout)
     addresses = dist.PrefixStore(f"ddp_patch/group/{name}", default_store())  # type: ignore[attr-defined]  # torch documents it
     try:
         gloo = gloo_group(addresses, index, len(members), timedelta(seconds=timeout))
