@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeAlias
 from uuid import uuid4
 from weakref import WeakKeyDictionary, ref
@@ -161,7 +161,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     """
     if world.share_of_rank is None:
         return _agree_alone(world, options, subjects)
-    members = list(world.share_of_rank)
+    members, drawn_from = list(world.share_of_rank), [*map(_drawn_from, subjects)]
     generators = [() if subject.stream is None else subject.stream.generators for subject in subjects]
     is_first = dist.get_rank() == members[0]  # all other ranks take its states
     report = {
@@ -172,7 +172,9 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         # Tensor-parallel ranks in other groups cannot be asked, and may have to draw the same.
         "base_seed": torch.initial_seed() if len(members) == dist.get_world_size() else 0,
         "share": world.rank,
-        "loaders": [_report(*each, is_first) for each in zip(subjects, generators, strict=True)],
+        "loaders": [
+            _report(*each, is_first) for each in zip(subjects, generators, _loaders_before(drawn_from), strict=True)
+        ],
     }
     decisions = exchange(members, AGREEING, report, judge_reports, options.timeout)
     for found, decision in zip(generators, decisions, strict=True):
@@ -181,9 +183,11 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     for decision in decisions if is_first else ():
         if decision["likely"]:
             warnings.warn(decision["likely"], RankMismatchWarning, stacklevel=4)
+    for generator in chain.from_iterable(drawn_from):
+        _count_loader(generator)
     return [
-        _agreed(world, options, agreed_claims(members, decision["token"]), decision, _drawn_from(subject))
-        for subject, decision in zip(subjects, decisions, strict=True)
+        _agreed(world, options, agreed_claims(members, decision["token"]), decision, found)
+        for decision, found in zip(decisions, drawn_from, strict=True)
     ]
 
 
@@ -211,15 +215,24 @@ def _drawn_from(subject: Subject) -> list[RandomGenerator]:
     return [] if subject.stream is None else random_generators(subject.stream.samplers)
 
 
-def _count_loader(generator: RandomGenerator) -> int:
-    """Count one more loader that draws from a generator; return how many were counted before."""
+def _loaders_before(drawn_from: Sequence[Sequence[RandomGenerator]]) -> list[list[int]]:
+    """Return, for each generator of each loader, how many loaders that draw from it come before this loader."""
+    more = Counter[int]()
+    found: list[list[int]] = []
+    for generators in drawn_from:
+        found.append([_loaders_of.get(id(each), (each, 0))[1] + more[id(each)] for each in generators])
+        more.update(map(id, generators))
+    return found
+
+
+def _count_loader(generator: RandomGenerator) -> None:
+    """Count one more loader that draws from a generator."""
     key = id(generator)
     kept, before = _loaders_of.get(key, (generator, 0))
     if not before:
         with suppress(TypeError):  # numpy's generators take no weak references
             kept = ref(generator, lambda _: _loaders_of.pop(key, None) and None)
     _loaders_of[key] = kept, before + 1
-    return before
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
@@ -232,20 +245,22 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
     }
 
 
-def _report(subject: Subject, generators: Sequence[RandomGenerator], is_first: bool) -> Report:
+def _report(
+    subject: Subject, generators: Sequence[RandomGenerator], loaders_before: Sequence[int], is_first: bool
+) -> Report:
     """Return what a rank reports of one loader.
 
     The report has the loader's facts, the columns of its dataset and a fingerprint of its stream. On the first rank, it
     also has the states of the user's generators, and how many loaders draw from them already.
     """
-    stream, before = subject.stream, [*map(_count_loader, _drawn_from(subject))]
+    stream = subject.stream
     return {
         "label": subject.label,
         "compared": {**subject.compared, "generators": len(generators)},
         "columns": subject.columns,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [*map(generator_state, generators)] if is_first else [],
-        "loaders_before": before if is_first else [],
+        "loaders_before": loaders_before if is_first else [],
         "made_for": subject.made_for,
         "known": subject.known,
     }

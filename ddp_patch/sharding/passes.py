@@ -459,7 +459,7 @@ class Pass(Generic[T]):
             self.epoch,
             (taken,),
             steps=start.steps + batching.count(items),
-            ranks=start.ranks if before else plan.num_replicas,
+            ranks=(start.ranks or plan.num_replicas) if taken else 0,  # until then, other ranks may begin it
             order=self.source.order_up_to(taken) or (),
             states=replace(start.states, streams=()),
         )

@@ -419,6 +419,17 @@ class SamplerStates:
         self._counters.restore(epoch, attributes)
         self._generators.restore(epoch, snapshot.generators)
 
+    def require_loadable(self, snapshot: States) -> None:
+        """Raise StateError if a sampler does not load its state. The samplers are put back as they were."""
+        try:
+            kept = States(samplers=[copy.deepcopy(holder.state_dict()) for holder in self._stateful()])
+        except Exception:  # noqa: BLE001 - the user's code; such samplers cannot be put back, so they are not tried
+            return
+        try:
+            self.load(snapshot)
+        finally:
+            self.load(kept)
+
     def load(self, snapshot: States) -> None:
         """Load the states of a snapshot into the samplers that have a ``load_state_dict``."""
         for holder, state in zip(self._stateful(), snapshot.samplers, strict=True):

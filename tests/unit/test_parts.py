@@ -235,7 +235,7 @@ OPTIONS, SHARES = Options(share="by_worker"), {0: 0, 1: 1, 2: 2}
 def judge(*datasets: Any) -> None:
     reports = {}
     for rank, dataset in enumerate(datasets):
-        report = _report(_subject("", look_at(DataLoader(dataset)), OPTIONS, World(rank, 3, SHARES)), (), False)
+        report = _report(_subject("", look_at(DataLoader(dataset)), OPTIONS, World(rank, 3, SHARES)), (), (), False)
         reports[rank] = {"alike": {}, "common": {}, "seed": 0, "share": rank, "loaders": [report]}
     with patch.object(agreement, "default_store", new_store):
         agreement.judge_reports(reports)

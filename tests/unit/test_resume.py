@@ -488,3 +488,23 @@ def test_a_state_before_the_first_batch_of_an_iterator_that_is_made_already() ->
     resumed = start(loader(shuffle=True, generator=seeded_generator()))
     resumed.load_state_dict(state)  # no batch of the second was given: it is that of the first one's end
     assert [list(resumed) for _ in range(3)] == [[], second, third]
+
+
+@pytest.mark.parametrize("options", [{"cost": [*range(1, 65)]}, {"layout": "contiguous"}, {}])
+def test_restored_before_its_first_batch_an_epoch_is_begun_by_the_ranks_of_then(options: dict[str, Any]) -> None:
+    """Balanced and contiguous orders follow from the number of ranks that begin an epoch."""
+
+    def make(rank: int, ranks: int) -> Any:
+        given: Any = DataLoader(Indices(64), 2, shuffle=True)
+        return patch_dataloader_to_ddp(given, rank=rank, num_replicas=ranks, seed=3, **options)
+
+    begun = make(0, 2)
+    next(iter(begun))
+    states, taken = [loader_state(begun, batches_done=0)], list[int]()
+    for batches in (2, 3, None):
+        ranks = [make(rank, 4) for rank in range(4)]
+        for one in ranks:
+            restore_loader(one, states[-1])
+            taken += [int(index) for batch in islice(one, batches) for index in batch]
+        states.append(loader_state(ranks[0]))
+    assert sorted(taken) == [*range(64)]
