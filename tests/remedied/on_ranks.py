@@ -44,7 +44,8 @@ def _wrong(row: Met, ranks: Sequence[list[Run]]) -> list[str]:
     if not told:
         return [f"no message: {[each.failed for each in first]}"]
     kept = [text for text in told if row.facts in text] or told
-    found = [why] if (why := left_over(kept[0], row)) else []
+    # A rank that warns may raise later, or another one: the message that fits best is the one that the row is about.
+    found = [why] if (why := min((left_over(text, row) for text in kept), key=len)) else []
     quotes = [quote for quote, again in row.remedies if isinstance(again, str)]
     for quote, runs in zip(quotes, others, strict=True):
         came = [verdict(runs), *(text for each in runs for text in (each.error, *each.warned) if text)]
