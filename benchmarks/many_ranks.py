@@ -29,13 +29,12 @@ from ddp_patch.evaluation.gather import OwnOutputs
 from ddp_patch.evaluation.shares import share_of_step
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.options import Options
-from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import Digest
 from ddp_patch.ranks import agreement, claims
 from ddp_patch.ranks.agreement import Subject, agree
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.exchange import exchange
-from ddp_patch.ranks.pass_facts import Progress, next_count
+from ddp_patch.ranks.pass_facts import Progress, State, next_count
 from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.patched_loaders import patched_facts

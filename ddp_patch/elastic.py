@@ -23,7 +23,7 @@ from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsErr
 from ddp_patch.evaluation import iter_with_weights
 from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.facts import LoaderFacts, data_of, look_at
-from ddp_patch.loaders.samples import copy_to_draw, nested_samplers
+from ddp_patch.loaders.nested_samplers import copy_to_draw, nested_samplers
 from ddp_patch.options import Options
 from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.digest import number_of
@@ -33,7 +33,7 @@ from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.ranks.claims import unwatched
 from ddp_patch.resume import loader_state, restore_loader
 from ddp_patch.sharding.saved_state import epoch_after
-from ddp_patch.sharding.state_text import from_text
+from ddp_patch.sharding.values_as_text import from_text
 
 T = TypeVar("T")
 

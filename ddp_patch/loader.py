@@ -24,14 +24,14 @@ from ddp_patch.compat.private_torch import (
 from ddp_patch.errors import CannotResumeWarning, NotALoaderError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import COPY, METHODS, copies_plainly, state_for_copies
 from ddp_patch.loaders.hooks import about_to_use
+from ddp_patch.loaders.nested_samplers import steps_of
 from ddp_patch.loaders.overlap import NotedIndices
 from ddp_patch.loaders.recognition import is_loader, sharded_by
-from ddp_patch.loaders.samples import steps_of
-from ddp_patch.orders.chunks import State
+from ddp_patch.ranks.pass_facts import State
 from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.sharding.batches_by_value import by_value
 from ddp_patch.sharding.iterators import CountedIterator, EmptyIterator, RepeatedPasses, WatchedIterator
 from ddp_patch.sharding.loader_passes import Passes, items_left
-from ddp_patch.sharding.pickled_batches import by_value
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import Position, begin_next_epoch
 from ddp_patch.walks import is_empty, nested, place_of

@@ -32,6 +32,7 @@ from ddp_patch.loaders.facts import (
     look_at,
 )
 from ddp_patch.loaders.hooks import script_line
+from ddp_patch.loaders.nested_samplers import iterated_by, length_of
 from ddp_patch.loaders.recognition import (
     error_context,
     require_loader,
@@ -41,7 +42,6 @@ from ddp_patch.loaders.recognition import (
     streams_in,
     tell_if_assumed,
 )
-from ddp_patch.loaders.samples import iterated_by, length_of
 from ddp_patch.options import Fingerprint, Layout, Options, Share, Uneven
 from ddp_patch.orders.random_states import seed_worker
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast

@@ -8,11 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import Digest
 from ddp_patch.ranks import claims
 from ddp_patch.ranks.claims import Claims
-from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Progress, Stage, next_count
+from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Progress, Stage, State, next_count
 from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
 
 __all__ = ["Connection", "Rank", "connected", "new_store", "rule_of", "run_together"]

@@ -29,8 +29,8 @@ from ddp_patch.compat.private_torch import RUNNING_ITERATOR, has_own_iteration, 
 from ddp_patch.errors import InvalidOptionError, StreamLengthWarning, message_of
 from ddp_patch.loaders.copying import OWN_METHODS, change_loader, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
+from ddp_patch.loaders.nested_samplers import nested_samplers, steps_of, tell_epoch
 from ddp_patch.loaders.recognition import require_loader
-from ddp_patch.loaders.samples import nested_samplers, steps_of, tell_epoch
 from ddp_patch.options import Share
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.orders import is_torch_sampler

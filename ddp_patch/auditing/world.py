@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ddp_patch.auditing.ranks import Audited, Coding, Numbers, Rank, RankGiven
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
-from ddp_patch.loaders.samples import length_of
+from ddp_patch.loaders.nested_samplers import length_of
 from ddp_patch.options import Options
 from ddp_patch.positions_and_padding import Batching, Plan
 from ddp_patch.sharding.refusals import unit_shared

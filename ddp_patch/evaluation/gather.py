@@ -19,9 +19,9 @@ from ddp_patch.evaluation.outputs import GATHERING, Leaf, Reading, joined, judge
 from ddp_patch.evaluation.shares import Array, Misfit, RankShare, places_of, share_of_pass, share_of_step
 from ddp_patch.evaluation.steps import shared_facts
 from ddp_patch.loaders.recognition import sharded_by
-from ddp_patch.orders.chunks import State
 from ddp_patch.ranks.exchange import bytes_of, digest, exchange, packed, unpacked
 from ddp_patch.ranks.group import Group, kept_groups, made_group
+from ddp_patch.ranks.pass_facts import State
 from ddp_patch.sharding.patched_loaders import passes_of
 from ddp_patch.sharding.sampler import EpochSampler
 

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
-from ddp_patch.orders.chunks import State
 from ddp_patch.positions_and_padding import Schedule
+from ddp_patch.ranks.pass_facts import State
 from ddp_patch.sharding.loader_passes import batches_into_pass
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.patched_loaders import batches_delivered, passes_of

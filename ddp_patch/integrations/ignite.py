@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, StateError
 from ddp_patch.loader import PatchedLoader
+from ddp_patch.loaders.nested_samplers import length_of
 from ddp_patch.loaders.recognition import sharded_by
-from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import batches_as_here, loader_state, resume_loader, state_or_reason
 from ddp_patch.sharding.sampler import EpochSampler

@@ -20,8 +20,8 @@ from ddp_patch.compat.private_packages import (
 )
 from ddp_patch.errors import InvalidOptionError, NotDistributedWarning, StateError, UnsupportedLoaderError
 from ddp_patch.loader import PatchedLoader
+from ddp_patch.loaders.nested_samplers import length_of
 from ddp_patch.loaders.recognition import sharded_by
-from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import batches_as_here, state_on_this_rank, state_or_reason
 from ddp_patch.validation import counted

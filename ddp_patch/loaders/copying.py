@@ -22,8 +22,8 @@ from ddp_patch.compat.private_torch import (
     has_own_iterators,
 )
 from ddp_patch.errors import UnpatchedLoaderWarning, UnsupportedLoaderError
+from ddp_patch.loaders.nested_samplers import iterated_by
 from ddp_patch.loaders.recognition import require_loader
-from ddp_patch.loaders.samples import iterated_by
 from ddp_patch.validation import check_flag
 
 L = TypeVar("L", bound=DataLoader[Any])

@@ -16,8 +16,8 @@ from ddp_patch.compat.private_torch import RUNNING_ITERATOR, RunningLoader, has_
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.columns import Column, columns_digest, columns_of, compared
 from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
+from ddp_patch.loaders.nested_samplers import is_one_shot, length_of, nested_samplers, or_unknown, steps_of
 from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by, world_of
-from ddp_patch.loaders.samples import is_one_shot, length_of, nested_samplers, or_unknown, steps_of
 from ddp_patch.options import Fingerprint
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import RandomGenerator, random_generators

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_patch.loaders.samples import epochs_in
+from ddp_patch.loaders.nested_samplers import epochs_in
 from ddp_patch.orders.digest import number_or_zero
 
 # How many bytes of a sample's array are hashed, evenly spread.

@@ -24,7 +24,7 @@ from ddp_patch.compat.private_packages import (
     webdataset_world,
 )
 from ddp_patch.errors import AssumedShardedWarning, DDPPatchError, NotALoaderError, message_of
-from ddp_patch.loaders.samples import inner_samplers, iterated_by, nested_samplers
+from ddp_patch.loaders.nested_samplers import inner_samplers, iterated_by, nested_samplers
 from ddp_patch.walks import first_parts, held, stored, walk
 
 # A rank and the number of ranks.

@@ -6,7 +6,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
-from enum import IntEnum
 from itertools import compress, islice, repeat
 from operator import length_hint
 from types import WrapperDescriptorType
@@ -316,13 +315,3 @@ def copy_item(item: Any) -> Any:
         case list() | dict() | set() | bytearray() | deque() | array() | np.ndarray():
             return copy.copy(item)
     return item
-
-
-class State(IntEnum):
-    """The states of a pass, with the numbers by which ranks compare them."""
-
-    NEW = 4  # no batch was asked for
-    RUNNING = 0
-    LEFT = 1  # the loop has stopped before the end
-    ENDED = 2  # the loop has seen the end
-    FAILED = 3  # the loop got an error instead of a batch

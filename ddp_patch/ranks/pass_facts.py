@@ -24,7 +24,6 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from ddp_patch.loaders.overlap import Sketch
-from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import END
 
 # How many batches a look has at most.
@@ -50,6 +49,16 @@ def next_count(batches: int) -> int:
     while count <= batches:
         count += max(min(count, _GAP), count // 4)
     return count
+
+
+class State(IntEnum):
+    """The states of a pass, with the numbers by which ranks compare them."""
+
+    NEW = 4  # no batch was asked for
+    RUNNING = 0
+    LEFT = 1  # the loop has stopped before the end
+    ENDED = 2  # the loop has seen the end
+    FAILED = 3  # the loop got an error instead of a batch
 
 
 class Progress(NamedTuple):

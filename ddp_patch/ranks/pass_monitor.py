@@ -11,11 +11,10 @@ from typing import Literal, TypeAlias
 
 from ddp_patch.errors import PartialPassWarning, RankMismatchError, RankMismatchWarning, StreamLengthWarning
 from ddp_patch.loaders.overlap import Sketch
-from ddp_patch.orders.chunks import State
 from ddp_patch.ranks.claims import Claims
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.parts import Parts
-from ddp_patch.ranks.pass_facts import BegunPass, Marks, PassNumbers, Progress, Stage, Word, next_count
+from ddp_patch.ranks.pass_facts import BegunPass, Marks, PassNumbers, Progress, Stage, State, Word, next_count
 from ddp_patch.ranks.pass_rules import ALL_ITERATE, Rule, mismatch_text, rule_broken, shorter
 from ddp_patch.validation import counted
 

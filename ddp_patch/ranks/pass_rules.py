@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import END
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.pass_facts import Word
+from ddp_patch.ranks.pass_facts import State, Word
 from ddp_patch.validation import counted
 
 Rule: TypeAlias = Literal["passes", "others", "data", "order", "length", "numbers"]

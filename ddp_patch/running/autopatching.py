@@ -34,8 +34,8 @@ from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionEr
 from ddp_patch.loaders.copying import change_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, from_here, made, places_recorded, told_of_uses
+from ddp_patch.loaders.nested_samplers import length_of
 from ddp_patch.loaders.recognition import require_loader, sharded_by
-from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions, patch_each
 from ddp_patch.ranks.world import World, find_world

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.loaders.samples import deep_copy, nested_samplers, tell_epoch
+from ddp_patch.loaders.nested_samplers import deep_copy, nested_samplers, tell_epoch
 from ddp_patch.orders.orders import blocks, is_random_access
 from ddp_patch.orders.random_states import look
 from ddp_patch.samplers.classes import Classes, Labels

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.loaders.samples import tell_epoch
+from ddp_patch.loaders.nested_samplers import tell_epoch
 from ddp_patch.orders.orders import blocks, is_random_access
 from ddp_patch.orders.random_states import EpochCounter, shuffle_key
 from ddp_patch.validation import as_index

@@ -18,13 +18,13 @@ from ddp_patch.compat.private_torch import (
 )
 from ddp_patch.errors import DDPPatchError
 from ddp_patch.loaders.copying import OWN_METHODS
+from ddp_patch.loaders.nested_samplers import length_of
 from ddp_patch.loaders.overlap import NotedIndices
-from ddp_patch.loaders.samples import length_of
 from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.sharding.batches_by_value import by_value
 from ddp_patch.sharding.item_sources import Foreign, ItemSource
 from ddp_patch.sharding.loader_passes import Passes
 from ddp_patch.sharding.passes import Delivery, Items, Pass
-from ddp_patch.sharding.pickled_batches import by_value
 from ddp_patch.sharding.saved_state import NotedBatch
 
 

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
-from ddp_patch.orders.chunks import State
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
 from ddp_patch.positions_and_padding import Batching, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.parts import Parts
+from ddp_patch.ranks.pass_facts import State
 from ddp_patch.ranks.pass_monitor import PassMonitor, Rules
 from ddp_patch.sharding.sampler_states import DatasetStates, SamplerStates
 from ddp_patch.sharding.saved_state import Position, States

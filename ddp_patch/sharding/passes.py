@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.overlap import Sketch
-from ddp_patch.orders.chunks import State
 from ddp_patch.positions_and_padding import Batching, Part, Schedule, Sizes, require_steps
-from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Progress, Stage, next_count
+from ddp_patch.ranks.pass_facts import MORE_THAN_A_LOOK, BegunPass, Progress, Stage, State, next_count
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import NotedBatch, Position, States

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.samples import steps_of
+from ddp_patch.loaders.nested_samplers import steps_of
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.loader_passes import LoaderUse, Passes

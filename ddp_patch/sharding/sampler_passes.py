@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthWarning, StreamOrderWarning
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.samples import epochs_in, tell_epoch
+from ddp_patch.loaders.nested_samplers import epochs_in, tell_epoch
 from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.orders import EpochOrder, has_computed_order, has_order, is_always_alike, order_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.random_states import Seed, is_stateful, look, random_generators, set_generator_state
 from ddp_patch.positions_and_padding import Batching
-from ddp_patch.sharding.state_text import as_text, from_text
+from ddp_patch.sharding.values_as_text import as_text, from_text
 from ddp_patch.validation import shown
 
 if TYPE_CHECKING:

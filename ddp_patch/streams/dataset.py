@@ -20,9 +20,9 @@ from ddp_patch.positions_and_padding import Plan, require_steps
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.balancing import part_of_batch
 from ddp_patch.sharding.saved_state import NotedBatch, Position
-from ddp_patch.sharding.state_text import from_text
+from ddp_patch.sharding.values_as_text import from_text
 from ddp_patch.sharding.wrapper_attributes import AttributeProxy
-from ddp_patch.streams import messages
+from ddp_patch.streams import error_texts
 from ddp_patch.streams.dataset_reading import (
     NOTHING,
     RANK,
@@ -249,7 +249,7 @@ class StreamReader(Generic[T]):
         """
         begun, self._first_pass = self.shared.begun(self._first_pass), None
         if begun is None or this_worker()[1] != self.share.readers:
-            raise messages.no_pass_begun(self.name)
+            raise error_texts.no_pass_begun(self.name)
         number, epoch = begun
         if (position := self.resumed_at(number, epoch)) is not None and position.is_within_pass:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
@@ -345,7 +345,7 @@ class ReaderPass(Generic[T]):
         share, name, taken, report = self._share, self._reader.name, self._start.taken, self.report
         if share.splits_itself:
             if length < taken if share.batching.drop_last else length <= taken - share.batching.size:
-                raise messages.part_ended_before_state(name, self._start.part, share.readers, length)
+                raise error_texts.part_ended_before_state(name, self._start.part, share.readers, length)
             report["batches"] = share.batching.count(max(0, length - taken))
             return
         report["spent_ms"] = round(1000 * self._reading.spent_s)
@@ -355,11 +355,11 @@ class ReaderPass(Generic[T]):
         if reported.ways == {STREAM}:
             lengths = list({*lengths} - {None})
             if len(lengths) > 1:
-                raise messages.split_in_part(name, share.readers, messages.ends_differ(lengths))
+                raise error_texts.split_in_part(name, share.readers, error_texts.ends_differ(lengths))
         if not taken and None not in lengths:
             require_steps(share.plan, share.batching, name, cast("list[int]", lengths))
         if taken > length:
-            raise messages.ended_before_state(name, taken, length)
+            raise error_texts.ended_before_state(name, taken, length)
 
     # ---- whether the dataset splits itself ----
 
@@ -390,7 +390,7 @@ class ReaderPass(Generic[T]):
             return
         for item in read:
             if asked and not asked.isdisjoint(_TELLING):
-                raise messages.split_in_part(self._reader.name, self._share.readers, messages.ASKED_LATE)
+                raise error_texts.split_in_part(self._reader.name, self._share.readers, error_texts.ASKED_LATE)
             yield item
 
     def _require_split_by_worker(self) -> None:
@@ -400,9 +400,9 @@ class ReaderPass(Generic[T]):
         """
         asked, name = self._reader.asked, self._reader.name
         if RANK in asked and not may_ask_rank(self._reader.dataset):
-            raise messages.asked_for_rank(name)
+            raise error_texts.asked_for_rank(name)
         if asked.isdisjoint(_SPLITTING):
-            raise messages.asked_for_too_little(name)
+            raise error_texts.asked_for_too_little(name)
 
     def _require_one_way(self) -> None:
         """Refuse a dataset that is neither one stream nor split into parts, and a state of the other kind."""
@@ -410,9 +410,9 @@ class ReaderPass(Generic[T]):
             return
         name, counted, ways = self._reader.name, self._start.way, self._reader.shared.reported(self._number).ways
         if len(ways) > 1:
-            raise messages.split_in_part(name, readers, messages.ASKED_IN_SOME)
+            raise error_texts.split_in_part(name, readers, error_texts.ASKED_IN_SOME)
         if counted is not None and {counted} != ways:
-            raise messages.counted_otherwise(name, readers, are_parts=counted == PARTS)
+            raise error_texts.counted_otherwise(name, readers, are_parts=counted == PARTS)
 
 
 def _divided(items: Iterator[T], share: StreamShare, batch_plan: Plan, name: str) -> Iterator[T]:

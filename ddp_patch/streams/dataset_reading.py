@@ -18,9 +18,9 @@ from ddp_patch.orders.digest import fingerprint, number_of, number_or_zero
 from ddp_patch.orders.random_states import PrivateRNG, Seed, generator_states, is_stateful, look, reader_seed
 from ddp_patch.positions_and_padding import Batching, Plan, turn_after
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, Position, StreamSnapshot, StreamStart
-from ddp_patch.sharding.state_text import as_text
+from ddp_patch.sharding.values_as_text import as_text
+from ddp_patch.streams.error_texts import other_stream
 from ddp_patch.streams.item_names import ItemNames
-from ddp_patch.streams.messages import other_stream
 from ddp_patch.streams.reports import LARGEST, PARTS, STREAM, Report
 
 T = TypeVar("T")

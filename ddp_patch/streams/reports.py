@@ -33,8 +33,8 @@ import torch
 from ddp_patch.orders.digest import END, mark_counts
 from ddp_patch.positions_and_padding import Part, Schedule
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, StreamSnapshot, StreamStart
-from ddp_patch.sharding.state_text import from_text
-from ddp_patch.streams.messages import turns_differ
+from ddp_patch.sharding.values_as_text import from_text
+from ddp_patch.streams.error_texts import turns_differ
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -26,8 +26,8 @@ from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import DatasetStates
 from ddp_patch.sharding.saved_state import NotedBatch, Position, States, StreamSnapshot
-from ddp_patch.sharding.state_text import from_text
-from ddp_patch.streams import messages
+from ddp_patch.sharding.values_as_text import from_text
+from ddp_patch.streams import error_texts
 from ddp_patch.streams.dataset import Resumed, ShardedIterable, StreamReader, generators_only
 from ddp_patch.streams.dataset_reading import tell_epoch
 from ddp_patch.streams.even_steps import BalancedRounds
@@ -110,9 +110,9 @@ class StreamPasses(Passes[None]):
         is_compared = not agreed.options.by_worker and claims is not None and claims.read_one_stream
         why: dict[Rule, Callable[[], str]] = {"data": lambda: agreed.data_named}
         if is_compared:
-            why |= {"order": self._why_streams_differ, "numbers": partial(messages.why_numbers_differ, name)}
+            why |= {"order": self._why_streams_differ, "numbers": partial(error_texts.why_numbers_differ, name)}
         rules = Rules(why=why, data_digest=lambda: agreed.data_digest(given.dataset))
-        why_in_common = partial(messages.why_parts_overlap, name) if agreed.options.by_worker else None
+        why_in_common = partial(error_texts.why_parts_overlap, name) if agreed.options.by_worker else None
         super().__init__(name, LoaderUse.of(given), agreed, given.batching, states, facts, rules, why_in_common)
         self.reader: StreamReader[Any] = StreamReader(given, agreed, is_compared=is_compared)
         is_alone = agreed.world.share_of_rank is None or agreed.world.num_replicas == 1
@@ -159,7 +159,7 @@ class StreamPasses(Passes[None]):
     def warn_of_names(self, why: str) -> None:
         """Warn once, on one rank, that the ranks cannot compare the items that were read."""
         if self.reader.share.is_compared and self.may_say("unnamed"):
-            warnings.warn(messages.cannot_be_named(self.name, why), StreamOrderWarning, stacklevel=2)
+            warnings.warn(error_texts.cannot_be_named(self.name, why), StreamOrderWarning, stacklevel=2)
 
     # ---- passes ----
 
@@ -211,7 +211,7 @@ class StreamPasses(Passes[None]):
         """Return why ranks may read different streams, and what to do."""
         latest = self.epochs.latest
         is_in_parts = latest is not None and latest.source.is_in_parts  # the dataset asks for its worker
-        return messages.why_streams_differ(self.name, is_in_parts=is_in_parts)
+        return error_texts.why_streams_differ(self.name, is_in_parts=is_in_parts)
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see ``Epochs.counts_rest``."""
@@ -230,7 +230,7 @@ class StreamPasses(Passes[None]):
         """Raise StateError if the state counts the items of another number of readers."""
         parts, share = len(position.taken), self.reader.share
         if parts not in {0, 1, share.readers} and not share.splits_itself:
-            raise messages.of_other_readers(self.name, parts, self._workers)
+            raise error_texts.of_other_readers(self.name, parts, self._workers)
 
     def snapshot(self, epoch: int) -> States:
         """Return the states of the dataset's generators, and its own states where the next epoch begins."""
@@ -320,7 +320,7 @@ class StreamSource(ItemSource[None]):
         while (most := schedule().most_batches) is None and monotonic() < until:
             sleep(0.005)
         if most is None and may_end:
-            raise messages.unknown_ends(self._passes.name, batches, self._passes.reader.share.readers, _ENDS_S)
+            raise error_texts.unknown_ends(self._passes.name, batches, self._passes.reader.share.readers, _ENDS_S)
         return most
 
     # ---- what ranks, and this rank's readers, compare ----
@@ -345,10 +345,10 @@ class StreamSource(ItemSource[None]):
         reported, name = self.reported, self._passes.name
         if (found := reported.readers_differ()) is not None:
             why = self._passes.monitor.rules.why_broken("order")
-            raise RankMismatchError(messages.readers_differ(name, "in other orders", *found, why))
+            raise RankMismatchError(error_texts.readers_differ(name, "in other orders", *found, why))
         if (found := reported.readers_differ(NUMBERS)) is not None and self._passes.may_say("numbers"):
-            why = messages.why_numbers_differ(name)
-            text = messages.readers_differ(name, "with other numbers", *found, why)
+            why = error_texts.why_numbers_differ(name)
+            text = error_texts.readers_differ(name, "with other numbers", *found, why)
             warnings.warn(text, RankMismatchWarning, stacklevel=2)
 
     def note_first_batch(self) -> None:
@@ -368,7 +368,7 @@ class StreamSource(ItemSource[None]):
         reads_too_much = is_whole and ranks > 1 and reported.is_in_parts and passes.batch_plan is None
         if reads_too_much and reported.spent_s > max(took_s / 2, _LONG_S) and passes.may_say("by_worker"):
             items = sum(filter(None, reported.lengths))
-            logger.warning(messages.reads_too_much(passes.name, ranks, items, reported.spent_s, took_s))
+            logger.warning(error_texts.reads_too_much(passes.name, ranks, items, reported.spent_s, took_s))
 
     # ---- positions ----
 

@@ -20,7 +20,7 @@ from zoo import N, assert_shared_exactly, seed_ambient
 from ddp_patch import DDPPatchError, check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.compat.private_packages import loses_items_when_loaded
 from ddp_patch.loaders.columns import columns_of
-from ddp_patch.sharding.state_text import from_text
+from ddp_patch.sharding.values_as_text import from_text
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 

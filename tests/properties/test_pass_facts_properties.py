@@ -8,7 +8,7 @@ import pytest
 from claiming import Rank, connected, new_store, run_together
 from hypothesis import HealthCheck, assume, given, settings
 
-from ddp_patch.orders.chunks import State
+from ddp_patch.ranks.pass_facts import State
 
 __all__ = ["connected"]
 

@@ -19,7 +19,7 @@ from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
-from ddp_patch.sharding.state_text import as_text, from_text
+from ddp_patch.sharding.values_as_text import as_text, from_text
 
 # This machine may have fewer cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -14,9 +14,8 @@ from zoo import Indices, N, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.orders.chunks import State
 from ddp_patch.ranks import pass_monitor
-from ddp_patch.ranks.pass_facts import BegunPass, PassNumbers, Progress, Stage, Word, next_count
+from ddp_patch.ranks.pass_facts import BegunPass, PassNumbers, Progress, Stage, State, Word, next_count
 
 __all__ = ["connected"]
 

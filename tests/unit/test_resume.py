@@ -34,7 +34,7 @@ from zoo import (
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
-from ddp_patch.sharding.state_text import as_text
+from ddp_patch.sharding.values_as_text import as_text
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 

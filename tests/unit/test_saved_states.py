@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import CannotResumeWarning, RankMismatchError, StateError
-from ddp_patch.sharding.state_text import as_text, from_text
+from ddp_patch.sharding.values_as_text import as_text, from_text
 from ddp_patch.testing import run_ranks
 
 N = 24
