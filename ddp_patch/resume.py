@@ -194,6 +194,7 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
                 f"set_epoch({position.epoch + 1}) on every rank."
             )
         states = _compared(position)
+        passes.sampler_states.require_loadable(position.states)  # now, so that all ranks refuse what one cannot load
     passes.agreed.compare(
         _RESTORING,
         {

@@ -225,10 +225,6 @@ class SamplerPasses(Passes[T]):
             return States(unknown=why)
         return super().snapshot(epoch)
 
-    def require_fits(self, position: Position) -> None:
-        """Raise StateError if a sampler does not load its state: now, so that all ranks refuse the position."""
-        self.sampler_states.require_loadable(position.states)
-
     # ---- passes ----
 
     def choose(self, epoch: int) -> None:

@@ -517,6 +517,9 @@ class DatasetStates:
         """Return the generators' present states."""
         return States([(0, state) for state in generator_states(self.holders)])
 
+    def require_loadable(self, snapshot: States) -> None:
+        """Do nothing: generators' states were tried when they were read."""
+
     def restore(self, epoch: int, snapshot: States) -> None:
         """Put the generators into the states of a snapshot."""
         set_generator_states(self.holders, [state for _, state in snapshot.generators])
