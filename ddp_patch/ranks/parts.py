@@ -51,6 +51,7 @@ class Parts:
         self._before = -1, 0  # the number of the latest pass that is over, and the hash of its order
         self._whole: tuple[int, list[int]] | None = None  # its number, and its samples
         self._in_common: dict[tuple[int, int], int] = {}  # how many samples are in common, by pass and rank
+        self._of_workers = 0  # how many samples of this rank's first worker other workers have, in all passes
         self._warned = set[str]()
 
     def compare(
@@ -100,6 +101,10 @@ class Parts:
         if least >= _FEWEST and len(seen) <= SAMPLES and others and first == others[0]:
             text = f"those of worker 0 are also worker 1's on {ranks_text([claims.rank])}, in the same order"
             tell(f"Iterating the {self.name()}: of 2 x {least} samples that were looked at, {text}. {self.why()}")
+        common = len({*first} & {*chain.from_iterable(others)}) if len(seen) <= SAMPLES else 0  # else in no turn
+        self._of_workers += common
+        if common and is_more_than_padding(self._of_workers):
+            self._warn_in_common(claims.rank, len(seen), common, "of worker 0 are also another worker's")
         shuffles = getattr(self.sampler, "shuffle", False) is True and hasattr(self.sampler, "set_epoch")
         if shuffles and before == (number - 1, sketch.order):
             self._warn(
@@ -126,19 +131,21 @@ class Parts:
             if is_more and type(self.sampler) is DistributedSampler:  # two ranks have only padding in common
                 tell(self._found(claims.rank, seen, common, f"{ranks_text([rank])}'s"))
             if common and (is_more or (in_all > _CHANCE and not self.is_padded)):
-                self._warn(
-                    "in common",
-                    f"of {seen} samples of {ranks_text([claims.rank])} that were looked at, {common} are also "
-                    f"{ranks_text([rank])}'s. That may be on purpose, where samples are drawn with replacement, come "
-                    "from resampled shards, or are repeated to be augmented; or others are lost. How often each comes "
-                    f"in an epoch of all ranks shows which. {self.why()} If it is on purpose, ignore this "
-                    "PartsWarning.",
-                )
+                self._warn_in_common(claims.rank, seen, common, f"are also {ranks_text([rank])}'s")
 
     def _found(self, rank: int, seen: int, common: int, whose: str) -> str:
         return (
             f"Iterating the {self.name()}: of {seen} samples of {ranks_text([rank])} that were looked at, {common} are "
             f"also {whose}, though each rank should have a part of its own. {self.why()}"
+        )
+
+    def _warn_in_common(self, rank: int, seen: int, common: int, whose: str) -> None:
+        self._warn(
+            "in common",
+            f"of {seen} samples of {ranks_text([rank])} that were looked at, {common} {whose}. That may be on purpose, "
+            "where samples are drawn with replacement, come from resampled shards, or are repeated to be augmented; or "
+            f"others are lost. How often each comes in an epoch of all ranks shows which. {self.why()} If it is on "
+            "purpose, ignore this PartsWarning.",
         )
 
     def _warn(self, what: str, text: str) -> None:

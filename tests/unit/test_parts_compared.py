@@ -126,3 +126,23 @@ def test_one_order_in_two_passes_is_told_where_a_sampler_shuffles() -> None:
         (same, *_) = readers(sampler=sampler)
         same.reads(shuffled(range(40), 1))
         same.reads(shuffled(range(40), 2 if sampler is SHUFFLING else 1))
+
+
+def in_turn(first: Any, second: Any) -> list[int]:
+    """What two workers read, in batches of four that come in turn."""
+    pairs = zip(range(0, len(first), 4), range(0, len(second), 4), strict=True)
+    return [item for at, then in pairs for item in (*first[at : at + 4], *second[then : then + 4])]
+
+
+def test_samples_that_two_workers_of_one_rank_have_read_are_told_of_when_several_passes_have_them() -> None:
+    one, *_ = readers(workers=2)
+    one.reads(in_turn(range(20), range(12, 32)))
+    with pytest.warns(PartsWarning, match="of 40 samples of rank 0 .* 8 of worker 0 are also another worker's"):
+        one.reads(in_turn(range(20), shuffled(range(12, 32))))
+
+
+def test_workers_that_share_the_samples_in_another_way_in_each_pass_are_told_nothing() -> None:
+    one, *_ = readers(workers=2)
+    for seed in range(4):
+        items = shuffled(range(40), seed)
+        one.reads(in_turn(items[:20], items[20:]))
