@@ -166,8 +166,7 @@ def composer(session: nox.Session) -> None:
     """Train and resume with Composer, and see what it does unpatched, for ``docs/frameworks.md``; about 6 GB."""
     install_with(session, *COMPOSER)
     run_tests(session, "tests/composer", *session.posargs)
-    environment = {"PYTHONPATH": os.pathsep.join(["tests", "tests/integrations"]), "OMP_NUM_THREADS": "1"}
-    session.run("python", "-W", "ignore", "benchmarks/unpatched.py", "with_composer", env=environment)
+    see_unpatched(session, "with_composer")
 
 
 @nox.session(requires=["package"])
@@ -179,8 +178,7 @@ def deepspeed(session: nox.Session) -> None:
     built = ["--no-cache-dir", "--no-build-isolation", "--no-deps", "deepspeed"]  # a kept build may lack that
     session.install("-c", "constraints.txt", *built, env=compiled)
     run_tests(session, "tests/deepspeed", *session.posargs)
-    environment = {"PYTHONPATH": os.pathsep.join(["tests", "tests/integrations"]), "OMP_NUM_THREADS": "1"}
-    session.run("python", "-W", "ignore", "benchmarks/unpatched.py", "with_deepspeed", env=environment)
+    see_unpatched(session, "with_deepspeed")
 
 
 @nox.session(requires=["package"])
@@ -190,8 +188,7 @@ def torchtitan(session: nox.Session) -> None:
     # All of its needs would be what reports to others, too.
     install(session, "--no-deps", "torchtitan", "torch_checkpointing")
     run_tests(session, "tests/torchtitan", *session.posargs)
-    environment = {"PYTHONPATH": os.pathsep.join(["tests", "tests/integrations"]), "OMP_NUM_THREADS": "1"}
-    session.run("python", "-W", "ignore", "benchmarks/unpatched.py", "with_torchtitan", env=environment)
+    see_unpatched(session, "with_torchtitan")
 
 
 @nox.session(requires=["package"])
@@ -360,8 +357,7 @@ def unpatched(session: nox.Session) -> None:
     """Measure what frameworks do with loaders that are not patched, for ``docs/frameworks.md``."""
     install_soundfile(session)
     install_wheel(session, "integrations,ray")
-    environment = {"PYTHONPATH": os.pathsep.join(["tests", "tests/integrations"]), "OMP_NUM_THREADS": "1"}
-    session.run("python", "-W", "ignore", "benchmarks/unpatched.py", *session.posargs, env=environment)
+    see_unpatched(session, *session.posargs)
 
 
 @nox.session
@@ -411,6 +407,12 @@ def install_wheel(session: nox.Session, extras: str, *options: str) -> None:
         options = (*options, "--compile-bytecode")  # as pip does; else every process of the tests compiles the same
     install(session, *options, f"{wheel}[{extras}]")
     session.install("--no-deps", "--force-reinstall", str(wheel))
+
+
+def see_unpatched(session: nox.Session, *frameworks: str) -> None:
+    """Measure what frameworks do with loaders that are not patched, and write that into ``docs/frameworks.md``."""
+    environment = {"PYTHONPATH": os.pathsep.join(["tests", "tests/integrations"]), "OMP_NUM_THREADS": "1"}
+    session.run("python", "-W", "ignore", "benchmarks/unpatched.py", *frameworks, env=environment)
 
 
 def install_with(session: nox.Session, *versions: str) -> None:
